@@ -1,4 +1,4 @@
-"""Interface of a cost model: operators in, one :class:`Estimate` each out; measured kernels to fit it to.
+"""Interface of a cost model: operators in, one :class:`Estimate` each out; measured kernels to adapt one to.
 
 :class:`Dispatch` is a cost model composed of several, selected by the operator's type.
 """
@@ -9,12 +9,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.base.input_files import MALFORMED
 
 if TYPE_CHECKING:
     from costmodel.operators.any_operator import AnyOperator
@@ -48,31 +46,6 @@ class Measurement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Measurement, (self.operator, dict(self.config), self.seconds)
-
-
-def measurement_to_record(measurement: Measurement) -> dict[str, Any]:
-    """JSON-able content of ``measurement``."""
-    from costmodel.operators.any_operator import to_record
-
-    return {
-        "operator": to_record(measurement.operator),
-        "config": {knob: int(value) for knob, value in measurement.config.items()},
-        "seconds": measurement.seconds,
-    }
-
-
-def measurement_from_record(record: Any) -> Measurement:
-    """Inverse of :func:`measurement_to_record`; ``ValueError`` for malformed content."""
-    from costmodel.operators.any_operator import from_record
-
-    try:
-        return Measurement(
-            operator=from_record(record["operator"]),
-            config={str(knob): int(value) for knob, value in record["config"].items()},
-            seconds=float(record["seconds"]),
-        )
-    except MALFORMED as error:
-        raise ValueError(f"malformed measurement: {error!r}") from None
 
 
 PriceSource = Literal["measured", "fitted", "analytic"]
@@ -120,7 +93,7 @@ class Estimate:
 
 
 class CostModel(ABC):
-    """Prices of operators on one machine. Analytic models have nothing to fit or save: the defaults do nothing."""
+    """Prices of operators on one machine."""
 
     @abstractmethod
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
@@ -131,15 +104,6 @@ class CostModel(ABC):
         machine's rates do not depend on the mixture.
         """
         return list(estimates)
-
-    def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
-        """Replace what the model has learned by ``measurements``."""
-
-    def save(self, directory: Path) -> None:  # noqa: B027
-        """Write the model's learned state into ``directory`` (created if missing); ``OutputError`` on failure."""
-
-    def load(self, directory: Path) -> None:  # noqa: B027
-        """Restore the state written by :meth:`save`; ``InputError`` names a missing or corrupt file."""
 
 
 class Dispatch(CostModel):
@@ -162,22 +126,9 @@ class Dispatch(CostModel):
                 results[place] = estimate
         return [result for result in results if result is not None]
 
-    def fit(self, measurements: Sequence[Measurement]) -> None:
-        keys = [self._key(measurement.operator) for measurement in measurements]
-        for model, types in self._distinct():
-            model.fit([each for each, key in zip(measurements, keys, strict=True) if key in types])
-
     def model_of(self, operator: AnyOperator) -> CostModel:
         """Model that prices ``operator``."""
         return self._models[self._key(operator)]
-
-    def save(self, directory: Path) -> None:
-        for model, types in self._distinct():
-            model.save(directory / types[0].__name__)
-
-    def load(self, directory: Path) -> None:
-        for model, types in self._distinct():
-            model.load(directory / types[0].__name__)
 
     def _key(self, operator: AnyOperator) -> type:
         for cls in type(operator).__mro__:
@@ -185,10 +136,3 @@ class Dispatch(CostModel):
                 return cls
         known = ", ".join(cls.__name__ for cls in self._models)
         raise UnsupportedOperatorError(f"no cost model for operator {type(operator).__name__} (known: {known})")
-
-    def _distinct(self) -> list[tuple[CostModel, list[type]]]:
-        """Each model once, with all types it serves: one model may serve several."""
-        groups: dict[int, tuple[CostModel, list[type]]] = {}
-        for cls, model in self._models.items():
-            groups.setdefault(id(model), (model, []))[1].append(cls)
-        return list(groups.values())

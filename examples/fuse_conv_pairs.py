@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.torch import from_exported_program
 
-from fusion.passes.fuse_conv_pairs import FuseConvPairs
+from fusion.analysis.fuse_conv_pairs import FuseConvPairs
 from fusion.relax import Canonicalize
 from schedules.contract.cpu_target import host_target
 from schedules.contract.kernel_compilation import pass_context

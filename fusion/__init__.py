@@ -18,8 +18,8 @@ __all__ = ["NetworkAnalysis", "QuantizeSummary", "TuneSummary", "TunedModel", "a
 
 if TYPE_CHECKING:
     from fusion.analysis.analyzer import NetworkAnalysis
-    from fusion.artifact.tuned_model import TunedModel, load
     from fusion.commands.fusion_api import TuneSummary, analyze, quantize, tune
+    from fusion.model.tuned_model import TunedModel, load
     from fusion.tuning.quantization import QuantizeSummary
 else:
     __getattr__, __dir__ = lazy_names(
@@ -28,9 +28,9 @@ else:
             "NetworkAnalysis": "fusion.analysis.analyzer",
             "QuantizeSummary": "fusion.tuning.quantization",
             "TuneSummary": "fusion.commands.fusion_api",
-            "TunedModel": "fusion.artifact.tuned_model",
+            "TunedModel": "fusion.model.tuned_model",
             "analyze": "fusion.commands.fusion_api",
-            "load": "fusion.artifact.tuned_model",
+            "load": "fusion.model.tuned_model",
             "quantize": "fusion.commands.fusion_api",
             "tune": "fusion.commands.fusion_api",
         },

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import typer
 from typer.exceptions import TyperException
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+
+Row = TypeVar("Row")
 
 
 def program(command: Callable[..., None], stopped: str = "stopped") -> typer.Typer:
@@ -37,3 +40,18 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
         if name not in known:
             raise InputError(f"{name}: not known; choose of {', '.join(known)}")
     return [name for name in known if name in names or not names]
+
+
+def show_progress(place: int, total: int, name: str) -> None:
+    """Say which of ``total`` rows is at work, in one line of a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        text = f"{place} of {total}: {name[:100]}" if place < total else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def with_progress(rows: Sequence[Row], name_of: Callable[[Row], str]) -> Iterator[Row]:
+    """Yield ``rows`` and show which one is at work."""
+    for place, row in enumerate(rows):
+        show_progress(place, len(rows), name_of(row))
+        yield row
+    show_progress(len(rows), len(rows), "")

@@ -37,7 +37,7 @@ LONG_FILES = (
     "test_tuning.py",
     "test_fusion_api.py",
     "test_sweep.py",
-    "test_measure_models.py",
+    "test_measured_models.py",
     "test_gpu_fit.py",
     "test_runner.py",
     "test_kills.py",

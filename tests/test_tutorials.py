@@ -122,7 +122,7 @@ def environment_in(folder: Path) -> dict[str, str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_prints_what_it_shows(path: Path, tmp_path: Path):
-    for module in ("onnxruntime", "ortools", "torch", "transformers", "tvm"):
+    for module in ("onnxruntime", "torch", "transformers", "tvm"):
         pytest.importorskip(module)
     if "g++" in path.read_text(encoding="utf-8") and shutil.which("g++") is None:
         pytest.skip("there is no g++")

@@ -21,14 +21,11 @@ OWN_CACHE = "e2e/parallelism/capture_cache.py"
 RUNS_WHAT_IT_READS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Where code is loaded that no file was read for: who says which.
 LOADERS = {
-    "costmodel/commands/checkup.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
+    "costmodel/commands/doctor.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
-    "fusion/artifact/tuned_model.py": {
-        "tvm.runtime.load_module"
-    },  # a build's own library: a build is code, docs say so
+    "fusion/model/tuned_model.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
     "fusion/relax/machine_code.py": {"tvm.runtime.load_static_library"},  # compiled by this process
-    "schedules/measuring/remote_server.py": {"session.load_module", "self.session.load_module"},  # sent there by us
-    "schedules/tuning/in_process_measurer.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
+    "schedules/tuning/stock_meta_schedule.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
 }
 # Modules by names that the program holds in tables of its own.
 BY_NAME = {
@@ -36,7 +33,7 @@ BY_NAME = {
     "e2e/capture/environment.py",
     "e2e/capture/models/image_models.py",
     "e2e/sources/known_requests.py",
-    "fusion/comparing/engines/engine.py",
+    "fusion/comparing/engine.py",
     "fusion/modelzoo.py",
     "schedules/measuring/measure_worker.py",  # told by the process that started it
 }
@@ -146,7 +143,7 @@ def _sources(trace: Path, folder: Path) -> None:
 
 
 def _tables(trace: Path, folder: Path) -> None:
-    from costmodel.embedding.embedding_tables import load_tables
+    from costmodel.gpu.embedding_tables import load_tables
 
     load_tables(_yaml(trace, folder / "tables.yaml"))
 
@@ -158,7 +155,7 @@ def _samples(trace: Path, folder: Path) -> None:
 
 
 def _statistics(trace: Path, folder: Path) -> None:
-    from costmodel.embedding.popularity import load_statistics
+    from costmodel.gpu.embedding_tables import load_statistics
 
     load_statistics(_arrays(trace, folder / "statistics.npz"))
 
@@ -166,7 +163,7 @@ def _statistics(trace: Path, folder: Path) -> None:
 def _library(name: str) -> Callable[[Path, Path], None]:
     def plant(trace: Path, folder: Path) -> None:
         """A manifest that names a library outside of the build, and its true digest."""
-        from fusion.artifact.build_folder import digest, read_artifact
+        from fusion.model.build_folder import digest, read_artifact
         from tests.foreign_files.seeds import BUILD_MANIFEST
 
         (folder / "build").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -25,29 +26,23 @@ HOSTILE = '</script><b onmouseover="alert(1)">&\'x'
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, texts outside of scripts and styles, and the JSON of a page."""
+    """Tags with their attributes, and texts outside of scripts and styles."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
-        self.data: dict[str, Any] = {}
         self._raw = False  # inside of a script or a style
-        self._data: str | None = None
 
     def handle_starttag(self, name, attributes):
         self.tags.append((name, dict(attributes)))
         self._raw = name in ("script", "style")
-        if name == "script" and dict(attributes).get("type") == "application/json":
-            self._data = dict(attributes)["id"]
 
     def handle_endtag(self, name):
-        self._raw, self._data = False, None
+        self._raw = False
 
     def handle_data(self, text):
-        if self._data is not None:
-            self.data[self._data] = json.loads(text)
-        elif not self._raw:
+        if not self._raw:
             self.texts.append(text)
 
     @property
@@ -100,36 +95,20 @@ def browser() -> str:
     return found
 
 
-def node() -> str:
-    """The path of Node; skips the test where there is none."""
-    found = shutil.which("node")
-    if found is None:
-        pytest.skip("no JavaScript engine here (node)")
-    return found
-
-
-def drawn_page(page: Path, picture: Path, width: int = 1200, height: int = 1600, pdf: Path | None = None) -> None:
-    """A screenshot of a page in a window of that size, or a PDF of it."""
-    to = [f"--print-to-pdf={pdf}"] if pdf is not None else [f"--screenshot={picture}"]
-    _run(page, [f"--window-size={width},{height}", "--hide-scrollbars", *to])
-
-
-def document_of(page: Path, script: str = "", width: int = 1200) -> str:
-    """The document after its scripts ran, and after ``script``, which may leave what it found in the page."""
-    text = page.read_text(encoding="utf-8")
-    tried = page.with_name(f"{page.stem}-tried.html")
-    tried.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
-    return _run(tried, ["--dump-dom", f"--window-size={width},1000"])
+def drawn_page(page: Path, picture: Path, width: int = 1200, height: int = 1600) -> None:
+    """A screenshot of a page in a window of that size."""
+    _run(page, [f"--window-size={width},{height}", "--hide-scrollbars", f"--screenshot={picture}"])
 
 
 def found_in(page: Path, script: str, width: int = 1200) -> Any:
-    """What ``script``, an expression of JavaScript, gives in the page, by way of JSON."""
+    """What ``script``, an expression of JavaScript, gives in the page after its own scripts ran, by way of JSON."""
     code = f"document.documentElement.dataset.found = JSON.stringify({script});"
-    document = document_of(page, code, width)
+    tried = page.with_name(f"{page.stem}-tried.html")
+    text = page.read_text(encoding="utf-8").replace("</body>", f"<script>{code}</script></body>")
+    tried.write_text(text, encoding="utf-8")
+    document = _run(tried, ["--dump-dom", f"--window-size={width},1000"])
     match = re.search(r'<html[^>]* data-found="([^"]*)"', document)
     assert match is not None, document[:300]
-    import html
-
     return json.loads(html.unescape(match[1]))
 
 

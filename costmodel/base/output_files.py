@@ -9,7 +9,6 @@ user's own files follow the XDG Base Directory Specification.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,32 +19,32 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from costmodel.base.errors import OutputError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 # For users without a home, such as a bare user ID in a container; Debian uses this path for such accounts too.
 NO_HOME = Path("/nonexistent")
 
 
-def user_folder(variable: str, below_home: str) -> Path:
-    """The folder ``costmodel`` in ``$variable``, such as ``XDG_CACHE_HOME``, else in ``below_home`` of the user's home.
+def user_folder(kind: Literal["cache", "config", "data"]) -> Path:
+    """Folder ``costmodel`` among the user's files of ``kind``, such as ``$XDG_CACHE_HOME/costmodel``.
 
     Without a home it is below :data:`NO_HOME`: reads find nothing, and write errors name that path.
     """
-    base = os.environ.get(variable)
-    if base:
-        return Path(base) / "costmodel"
+    from platformdirs import PlatformDirs  # not on GPU servers that only measure (docs/measurements.md)
+
     try:
-        home = Path.home()
+        return Path(getattr(PlatformDirs("costmodel", appauthor=False), f"user_{kind}_dir"))
     except RuntimeError:  # neither HOME nor an account
-        home = NO_HOME
-    return home / below_home / "costmodel"
+        return NO_HOME / kind / "costmodel"
 
 
 Paths = str | os.PathLike[str]
@@ -161,14 +160,18 @@ def remove_partials(*folders: Path) -> None:
 
 
 LOCK = ".lock"
+_LOCK_SECONDS = 0.2  # to wait for a lock that is being released, or for its holder to write its name
 _LONGEST_COMMAND = 120  # characters of the command shown for the process that holds a lock
 
 
 class FolderLock:
-    """Lock held until :meth:`close` or the end of the process, however it ends; a context manager."""
+    """Lock held until :meth:`close` or the end of the process, however it ends; a context manager.
 
-    def __init__(self, path: Path, file: IO[bytes], made: bool) -> None:
-        self._path, self._file, self._made = path, file, made
+    ``made``: the folder was created for the lock.
+    """
+
+    def __init__(self, lock: FileLock, made: bool) -> None:
+        self._path, self._lock, self._made = Path(lock.lock_file), lock, made
 
     def clear(self, *patterns: str) -> None:
         """Remove files and folders that match ``patterns`` from the folder: temporary files of earlier writers that
@@ -184,12 +187,11 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the lock; safe to call twice. Removes a folder that was created for the lock and is still empty."""
-        if self._file.closed:
+        if not self._lock.is_locked:
             return
         with suppress(OSError):
-            # while it is held: a process waiting for this very file finds it gone and creates another
-            self._path.unlink()
-        self._file.close()
+            self._path.unlink()  # while it is held: a process waiting for this very file finds it gone, and tries again
+        self._lock.release()
         if self._made:
             with suppress(OSError):
                 self._path.parent.rmdir()
@@ -207,48 +209,24 @@ def lock_folder(folder: Path, what: str, name: str = LOCK) -> FolderLock:
     ``what``: description of the data written there, for the ``OutputError`` raised if another process holds the lock
     (which it names) or the folder cannot be written. A lock file left by a killed process does not block.
     """
+    from filelock import FileLock, Timeout  # loads asyncio, which most commands do without
+
     path, made = folder / name, not folder.exists()
-    while True:
-        file = _opened(path, what)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _holder(file)
-            file.close()
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OutputError(
-                    f"{folder}: {what} cannot be written: no locks here ({error.strerror}); "
-                    "choose a folder on a local disk"
-                ) from error
-            raise OutputError(
-                f"{folder}: another process is writing {what} here{holder}; wait until it has ended"
-            ) from error
-        if _is_at(path, file):
-            break
-        file.close()  # its holder removed it between the two calls
-    with suppress(OSError):  # on a full disk the lock holds all the same
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()} {_command()}\n".encode(errors="replace"))
-    return FolderLock(path, file, made)
-
-
-def _opened(path: Path, what: str) -> IO[bytes]:
+    lock = FileLock(path, timeout=_LOCK_SECONDS, thread_local=False, fallback_to_soft=False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a+b", buffering=0)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise OutputError(
+            f"{folder}: another process is writing {what} here{_holder(path)}; wait until it has ended"
+        ) from None
     except OSError as error:
         raise OutputError(
-            f"{path.parent}: {what} cannot be written: {error.strerror}; choose another place, or free some"
+            f"{folder}: {what} cannot be written: {error.strerror}; choose another place, or free some"
         ) from error
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    try:
-        there = path.stat()
-    except OSError:
-        return False
-    own = os.fstat(file.fileno())
-    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+    with suppress(OSError):  # on a full disk the lock holds all the same
+        path.write_text(f"{os.getpid()} {socket.gethostname()} {_command()}\n", encoding="utf-8", errors="replace")
+    return FolderLock(lock, made)
 
 
 def _command() -> str:
@@ -258,16 +236,11 @@ def _command() -> str:
     return " ".join([name, *(shlex.quote(each) for each in sys.argv[1:])])[:_LONGEST_COMMAND]
 
 
-def _holder(file: IO[bytes]) -> str:
+def _holder(path: Path) -> str:
     """Process named in the lock file; empty if unreadable."""
     try:
-        for _ in range(10):  # the holder writes its name a moment after locking
-            file.seek(0)
-            text = file.read(1_000).decode(errors="replace").strip()
-            if text:
-                break
-            time.sleep(0.05)
-        number, host, command = text.split(" ", 2)
+        with path.open("rb") as file:
+            number, host, command = file.read(1_000).decode(errors="replace").strip().split(" ", 2)
         elsewhere = "" if host == socket.gethostname() else f" on {host}"
         return f" (process {int(number)}{elsewhere}: {command})"
     except (OSError, ValueError):

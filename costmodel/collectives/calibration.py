@@ -19,21 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression
 
-from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, read_text
+from costmodel.base.errors import OutputError
 from costmodel.base.output_files import write_whole
 from costmodel.collectives.physics import architecture_adds, can_reduce
 from costmodel.gpu.fitted import known_as
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, nccl_version
 from costmodel.machines.cluster_file import cluster_files, read_cluster
 from costmodel.machines.machine_file import user_directory
-from costmodel.operators.collective_transfer import COLLECTIVE_KINDS
+from costmodel.machines.record_file import read_record
+from costmodel.operators.collective_transfer import CollectiveKind
 
 # Knots are added until every measured size is met within this error, up to this many.
 KNOT_ERROR, MOST_KNOTS = 0.01, 24
@@ -41,27 +41,10 @@ KNOT_ERROR, MOST_KNOTS = 0.01, 24
 _LEAST_LATENCY, _MOST_LATENCY = 0.05, 0.97
 
 
-@dataclass(frozen=True)
-class Knots:
-    """Smoothed measurements: ascending sizes in bytes (as ``CollectiveTransfer.size_bytes``), non-decreasing
-    seconds.
-    """
-
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.sizes) != len(self.seconds) or not self.sizes:
-            raise ValueError(f"as many times as sizes, one at least; got {len(self.sizes)}, {len(self.seconds)}")
-        if not (min(self.sizes) > 0 and min(self.seconds) > 0 and all(map(math.isfinite, self.seconds))):
-            raise ValueError("sizes and times must be above zero and finite")
-        if not (np.diff(self.sizes) > 0).all() or not (np.diff(self.seconds) >= 0).all():
-            raise ValueError("sizes must ascend, times must not fall")
-
-
-def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> Knots:
-    """Knots from measurements in any order, with repeated sizes: the median of each size, single-size spikes removed
-    (median of three, which leaves increasing data unchanged), then isotonic regression of the logarithms.
+def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Knots, ascending sizes and non-decreasing seconds, from measurements in any order, with repeated sizes: the
+    median of each size, single-size spikes removed (median of three, which leaves increasing data unchanged), then
+    isotonic regression of the logarithms.
     """
     known = np.unique(np.asarray(sizes, dtype=float))
     groups: dict[float, list[float]] = {size: [] for size in known.tolist()}
@@ -74,7 +57,7 @@ def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> Knots:
     rising = np.asarray(isotonic_regression(logs).x)
     kept = _thin(np.log(known), rising)
     times = np.maximum.accumulate([float(f"{value:.4e}") for value in np.exp(rising[kept])])
-    return Knots(tuple(known[kept].tolist()), tuple(times.tolist()))
+    return tuple(known[kept].tolist()), tuple(times.tolist())
 
 
 def _thin(places: np.ndarray, logs: np.ndarray) -> list[int]:
@@ -204,20 +187,30 @@ def bracket(curves: Sequence[Curve], ranks: int, nodes: int) -> tuple[Curve, Cur
 
 DIRECTORY = Path(__file__).parent.parent / "calibration"
 NAME = "collectives.json"
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class CollectiveSweep:
     """Measured times of one kind of collective among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty:
-    unknown).
+    unknown), as knots (:func:`smooth`): sizes in bytes as ``CollectiveTransfer.size_bytes``, and seconds.
     """
 
     nccl: str
-    kind: str
+    kind: CollectiveKind
     ranks: int
     nodes: int
-    knots: Knots
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= self.ranks:
+            raise ValueError(f"{self.nodes} nodes, {self.ranks} ranks")
+        if len(self.sizes) != len(self.seconds) or not self.sizes:
+            raise ValueError(f"as many times as sizes, one at least; got {len(self.sizes)}, {len(self.seconds)}")
+        if not (min(self.sizes) > 0 and min(self.seconds) > 0 and all(map(math.isfinite, self.seconds))):
+            raise ValueError("sizes and times must be above zero and finite")
+        if not (np.diff(self.sizes) > 0).all() or not (np.diff(self.seconds) >= 0).all():
+            raise ValueError("sizes must ascend, times must not fall")
 
 
 @dataclass(frozen=True)
@@ -240,28 +233,24 @@ class Calibration:
     sweeps: tuple[CollectiveSweep, ...]
     margins: Mapping[str, Margins]
     provenance: Mapping[str, Any]
+    format: Literal[1] = 1
 
     def versions(self) -> list[str]:
         """NCCL versions, oldest first; unknown ones come first."""
-        return sorted({each.nccl for each in self.sweeps}, key=version_key)
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """Sort key of a version: ``2.27.3`` as numbers; words count as 0."""
-    return tuple(int(part) if part.isdigit() else 0 for part in version.replace("-", ".").split(".")) if version else ()
+        return sorted({each.nccl for each in self.sweeps}, key=nccl_version)
 
 
 def write_calibration(calibration: Calibration, directory: Path) -> Path:
     """Write ``directory/<machine>/collectives.json``; raises ``OutputError`` on failure."""
     path = directory / calibration.machine / NAME
     record = {
-        "format": _FORMAT,
+        "format": calibration.format,
         "machine": calibration.machine,
         "gpu": calibration.gpu,
         "topology": calibration.topology,
         "provenance": dict(calibration.provenance),
         "margins": {kind: vars(each) for kind, each in sorted(calibration.margins.items())},
-        "sweeps": [_sweep_record(each) for each in calibration.sweeps],
+        "sweeps": [vars(each) for each in calibration.sweeps],
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,25 +268,8 @@ def forget_calibrations() -> None:
 
 def read_calibration(path: Path) -> Calibration:
     """Read the calibration in ``path``; raises ``InputError`` that names the file."""
-    try:
-        record = decoded(read_text(path, "record"))
-        if record["format"] != _FORMAT:
-            raise ValueError("unknown format")
-        return Calibration(
-            machine=record["machine"],
-            gpu=record["gpu"],
-            topology=record["topology"],
-            sweeps=tuple(_sweep(each) for each in record["sweeps"]),
-            margins={kind: Margins(**each) for kind, each in record["margins"].items()},
-            provenance=record["provenance"],
-        )
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
-    except MALFORMED as error:
-        raise InputError(
-            f"{path}: corrupt ({error!r}); install the package again, or fit your own with "
-            "`python -m costmodel fit --nccl-log`"
-        ) from None
+    remedy = "install the package again, or fit your own with `python -m costmodel fit --nccl-log`"
+    return read_record(path, Calibration, remedy)
 
 
 def calibrations(directory: Path | None = None) -> list[Calibration]:
@@ -351,20 +323,6 @@ def architecture_of(gpu: str) -> str:
 @lru_cache(maxsize=8)
 def _read_all(directory: Path) -> tuple[Calibration, ...]:
     return tuple(read_calibration(path) for path in sorted(directory.glob(f"*/{NAME}")))
-
-
-def _sweep_record(sweep: CollectiveSweep) -> dict[str, Any]:
-    knots = {"sizes": list(sweep.knots.sizes), "seconds": list(sweep.knots.seconds)}
-    return {"nccl": sweep.nccl, "kind": sweep.kind, "ranks": sweep.ranks, "nodes": sweep.nodes, **knots}
-
-
-def _sweep(record: Mapping[str, Any]) -> CollectiveSweep:
-    if record["kind"] not in COLLECTIVE_KINDS:
-        raise ValueError(f"unknown kind {record['kind']!r}")
-    if not 1 <= record["nodes"] <= record["ranks"]:
-        raise ValueError(f"{record['nodes']} nodes, {record['ranks']} ranks")
-    knots = Knots(tuple(record["sizes"]), tuple(record["seconds"]))
-    return CollectiveSweep(record["nccl"], record["kind"], record["ranks"], record["nodes"], knots)
 
 
 def _compact(record: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.collectives.calibration import (
@@ -26,12 +25,11 @@ from costmodel.collectives.calibration import (
     between_curves,
     bracket,
     calibrations_for,
-    version_key,
 )
 from costmodel.collectives.physics import Constants, TransferAnalysis, analyse, can_reduce, constants
 from costmodel.cost_model import CostModel, Estimate, PriceSource
 from costmodel.gpu.fitted import known_as
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
@@ -182,8 +180,7 @@ class CollectiveModel(CostModel):
         curve = curve_of(sweep, measured_on, self._constants)
         if own:
             return curve
-        kind: Any = sweep.kind
-        here = analyse(CollectiveTransfer(kind, 0.0, sweep.ranks, sweep.nodes), self.cluster, self._constants)
+        here = analyse(CollectiveTransfer(sweep.kind, 0.0, sweep.ranks, sweep.nodes), self.cluster, self._constants)
         return dataclasses.replace(curve, slower=here.start_seconds / curve.start)
 
 
@@ -222,13 +219,13 @@ def _beyond(transfer: CollectiveTransfer, source: _Source, ideal: float) -> list
 
 def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None = None) -> Curve:
     """Curve of ``sweep`` over ideal seconds of the measured ``cluster``, with the NCCL version that ran."""
-    knots = sweep.knots
-    kind: Any = sweep.kind
     cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
-    parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
+    parts = [
+        analyse(CollectiveTransfer(sweep.kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in sweep.sizes
+    ]
     ideal = tuple(each.ideal_seconds for each in parts)
     usable = unknown_share(cluster, sweep.ranks)
-    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds, usable)
+    return Curve(sweep.ranks, sweep.nodes, ideal, sweep.seconds, parts[0].start_seconds, parts[0].seconds, usable)
 
 
 def unknown_share(cluster: Cluster, ranks: int) -> float:
@@ -271,10 +268,10 @@ def _versions(known: set[str], asked: str, own: bool) -> list[str]:
     a requested version, the newest; for another system (not ``own``) all known ones, since start times differ by a
     fifth between versions two years apart and the version that will run is unknown.
     """
-    ordered = sorted(known, key=version_key)
+    ordered = sorted(known, key=nccl_version)
     if not asked and not own:
         return [each for each in ordered if each] or ordered
-    older = [each for each in ordered if not asked or version_key(each) <= version_key(asked)]
+    older = [each for each in ordered if not asked or nccl_version(each) <= nccl_version(asked)]
     return older[-1:] or ordered[:1]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 from costmodel.base.errors import InputError
 from costmodel.collectives.calibration import (
@@ -23,15 +24,15 @@ from costmodel.collectives.calibration import (
     CollectiveSweep,
     Margins,
     smooth,
-    version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import NO_MARGINS, CollectiveModel
 from costmodel.collectives.physics import Constants
 from costmodel.collectives.sweep_logs import CollectiveRow, Given, read_log, read_own_table
 from costmodel.cost_model import Estimate
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.machines.machine_file import user_directory
+from costmodel.operators.collective_transfer import CollectiveKind
 
 FOLDS = 3  # every third size is held out in turn
 _LEAST_SIZES = 4  # sizes a sweep needs for holding out every third to be meaningful
@@ -69,7 +70,7 @@ def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
         known = [row for row in members if row.transfer.size_bytes > 0]
         if known:
             knots = smooth([row.transfer.size_bytes for row in known], [row.seconds for row in known])
-            sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, knots))
+            sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, *knots))
     return tuple(sweeps)
 
 
@@ -119,7 +120,7 @@ def _fold(members: CollectiveRows, fold: int) -> set[float]:
     return set() if len(sizes) < _LEAST_SIZES else set(sizes[1:-1][fold::FOLDS])
 
 
-_Key = tuple[str, str, int, int]
+_Key = tuple[str, CollectiveKind, int, int]
 
 
 def _grouped(rows: CollectiveRows) -> dict[_Key, list[CollectiveRow]]:
@@ -129,8 +130,8 @@ def _grouped(rows: CollectiveRows) -> dict[_Key, list[CollectiveRow]]:
     return groups
 
 
-def _order(item: tuple[_Key, list[CollectiveRow]]) -> tuple[tuple[int, ...], _Key]:
-    return version_key(item[0][0]), item[0]
+def _order(item: tuple[_Key, list[CollectiveRow]]) -> tuple[Version, _Key]:
+    return nccl_version(item[0][0]), item[0]
 
 
 _MARGIN_QUANTILE = 0.8
@@ -144,8 +145,8 @@ def fit_logs(
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default where
-    :func:`calibrations_for` finds it, replacing an earlier one; returns the file. ``logs``: output of nccl-tests or
-    PARAM, or tables (``.csv``) of the collectives suite. ``progress`` receives a summary of each log.
+    :func:`calibrations_for` finds it, replacing an earlier one; returns the file. ``logs``: output of nccl-tests, or
+    tables (``.csv``) of the collectives suite. ``progress`` receives a summary of each log.
     """
     read = {str(log): _rows_of_log(log, given) for log in logs}
     measured = MeasuredRow(machine, tuple(row for rows in read.values() for row in rows))

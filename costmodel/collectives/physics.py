@@ -27,10 +27,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import InputError, OutputError
+from packaging.version import Version
+
+from costmodel.base.errors import OutputError
 from costmodel.base.output_files import write_whole
 from costmodel.gpu.families.rates import dram_bandwidth
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, nccl_version
+from costmodel.machines.record_file import read_record
 from costmodel.operators.collective_transfer import CollectiveTransfer, volume_factor
 
 FILE = Path(__file__).parent.parent / "calibration" / "collectives.json"
@@ -64,14 +67,7 @@ class Constants:
 @lru_cache(maxsize=1)
 def constants() -> Constants:
     """Shipped constants; raises ``InputError`` that names a corrupt file."""
-    try:
-        record = json.loads(FILE.read_text(encoding="utf-8"))
-        protocols = tuple(Protocol(**each) for each in record["protocols"])
-        return Constants(protocols, Protocol(**record["in_switch"]), float(record["chunk"]))
-    except OSError as error:
-        raise InputError(f"{FILE}: cannot be read ({error.strerror}); install the package again") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{FILE}: corrupt ({error!r}); install the package again") from None
+    return read_record(FILE, Constants, "install the package again")
 
 
 def write_constants(values: Constants, provenance: dict[str, Any], path: Path = FILE) -> Path:
@@ -96,6 +92,7 @@ AGGREGATED_TREES = "aggregated trees"
 # PAT in NCCL's own model (2.23 and later): latency per tree level and per rank as shares of a network hop's latency (14
 # us / 3.5, 2.8 us of 14), and the share of the bandwidth.
 _LEVEL_HOPS, _RANK_HOPS, _AGGREGATED_SHARE = 1 / 3.5, 0.2, 0.75
+_PAT_SINCE = Version("2.23")
 _BARRIER_BYTES = 4.0  # NCCL has no barrier; torch runs an all-reduce of one element
 # Hops added per further peer of an all-to-all: its messages are posted one after the other and travel together.
 # aiconfigurator's all-to-all of 512 B takes 6.4 us among 2 and 7.3 to 10 us among 8 H100 and H200, a hop 0.8 us.
@@ -302,8 +299,7 @@ def can_reduce(cluster: Cluster) -> bool:
 
 def has_aggregated_trees(cluster: Cluster) -> bool:
     """True if NCCL has PAT: version 2.23 or later, or unknown."""
-    numbers = [int(part) for part in cluster.nccl.split(".")[:2] if part.isdigit()]
-    return not numbers or numbers >= [2, 23]
+    return not cluster.nccl or nccl_version(cluster.nccl) >= _PAT_SINCE
 
 
 def architecture_adds(architecture: str) -> bool:

@@ -1,10 +1,9 @@
-"""Readers of measured collectives: nccl-tests (``*_perf``), PARAM's ``comms.py``, tables of ``costmodel measure``.
+"""Readers of measured collectives: logs of nccl-tests (``*_perf``) and tables of ``costmodel measure``.
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
-``#wrong``; out of place, then in place); ``# Rank`` lines give ranks and hosts. PARAM: ``COMMS-RES-<collective>``
-lines, whose median latency is used; ``[Rank n] host`` lines give ranks and hosts. A file may hold several runs; line
-prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with ``-J`` (JSON) are
-read too.
+``#wrong``; out of place, whose times count, then in place); ``# Rank`` lines give ranks and hosts. A file may hold
+several runs; line prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with
+``-J`` (JSON) are read too.
 """
 
 from __future__ import annotations
@@ -28,13 +27,8 @@ from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, Collective
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
 _RUN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
 _DEVICE = re.compile(r"#\s*Rank\s+(\d+)\s+(?:Group\s+(\d+)\s)?.*?\bon\s+(\S+)\s+device")
-_PARAM_RANK = re.compile(r"\[Rank\s*(\d+)\s*\]\s*host\s+([^\s,]+)")
-_WORLD = re.compile(r"world_size:?\s*(\d+)")
 _LIBRARY = re.compile(r"nccl-library=(\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
-_PARAM_ROW = re.compile(r"COMMS-RES-([A-Za-z_]+?)(?:-\S+)?\s+(\d+)\s+(\d+)\s+([\d.]+)\s")
-# all_to_allv, all_to_all_single, all_gather_base: all with even sizes
-_PARAM_FORM = re.compile(r"(?:_?v|_single|_base)$")
 _FIRST_COLUMNS = ("size", "count", "type")
 _BEFORE_LINES = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:)")  # [1,0]<stdout>: of mpirun, 0: of srun
 
@@ -71,7 +65,6 @@ class Given:
     kind: str | None = None
     ranks: int | None = None
     nodes: int | None = None
-    in_place: bool = False
 
 
 @dataclass
@@ -82,12 +75,11 @@ class _Run:
     nccl: str = ""
     ranks: dict[int, str] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
-    world: int | None = None
     columns: tuple[str, ...] = ()
 
     def begin(self) -> None:
         """Reset ranks and columns at the start of a new run."""
-        self.ranks, self.groups, self.world, self.columns = {}, set(), None, ()
+        self.ranks, self.groups, self.columns = {}, set(), ()
 
 
 def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
@@ -98,9 +90,7 @@ def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     rows = _rows_of_json(text, given, path) if text.lstrip().startswith("{") else _rows_of_lines(text, given, path)
     if not rows:
-        raise InputError(
-            f"{path}: no measured sizes; give the output of nccl-tests (all_reduce_perf ...) or of PARAM's comms.py"
-        )
+        raise InputError(f"{path}: no measured sizes; give the output of nccl-tests (all_reduce_perf ...)")
     return rows
 
 
@@ -141,8 +131,8 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
 
 
 def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) -> CollectiveRow | None:
-    timed = record["in_place" if given.in_place else "out_of_place"]
-    if any(each and each["nwrong"] and float(each["nwrong"]) > 0 for each in (record["out_of_place"], timed)):
+    timed = record["out_of_place"]
+    if timed["nwrong"] and float(timed["nwrong"]) > 0:
         raise InputError(f"{where}: {_WRONG}")
     if "time" not in timed:
         raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
@@ -168,10 +158,6 @@ def _note(line: str, run: _Run, given: Given, where: str) -> bool:
     elif match := _DEVICE.search(line):
         run.ranks[int(match[1])] = match[3]
         run.groups.add(int(match[2] or 0))
-    elif match := _PARAM_RANK.search(line):
-        run.ranks[int(match[1])] = match[2]
-        world = _WORLD.search(line)
-        run.world = int(world[1]) if world else None
     elif match := _LIBRARY.search(line):
         run.nccl = _version_of(int(match[1]))
     elif match := _VERSION.search(line):
@@ -191,15 +177,12 @@ def _version_of(code: int) -> str:
 
 
 def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None:
-    if match := _PARAM_ROW.search(line + " "):
-        size, seconds = float(match[2]), float(match[4]) * 1e-6
-        return _made(_agreed(_PARAM_FORM.sub("", match[1]), given, where), size, seconds, run, given, where)
     words = line.split()
     stamped = run.columns[-1:] == ("timestamp",)  # with -S: a date and a time after the last column
     columns = len(run.columns) + (1 if stamped else 0)
     if not run.columns or len(words) != columns or whole_number(words[0]) is None:
         return None
-    size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
+    size, seconds = float(words[0]), _time(words, run.columns, where)
     _check_elements(size, words[1], words[2], where)
     if run.kind is None:
         raise InputError(f"{where}: does not say which collective ran; give it with --collective all_reduce, or so")
@@ -218,15 +201,14 @@ def _check_elements(size: float, count: str, kind: str, where: str) -> None:
         raise InputError(f"{where}: {count} elements of {kind} are not {size:.0f} bytes; run it again")
 
 
-def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: str) -> float:
-    places = [place for place, name in enumerate(columns) if name == "time"]
+def _time(words: Sequence[str], columns: Sequence[str], where: str) -> float:
     wrong = [words[place] for place, name in enumerate(columns) if name == "wrong"]
     if any(_number(word) > 0 for word in wrong):  # N/A without validation, 1e+06 for many
         raise InputError(f"{where}: {_WRONG}")
     if "cputime" in columns:
         raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
     try:
-        return float(words[places[-1 if in_place else 0]]) * 1e-6
+        return float(words[columns.index("time")]) * 1e-6
     except (ValueError, IndexError):
         raise InputError(
             f"{where}: no time in microseconds where the header has one; give the log as it was printed"
@@ -250,7 +232,7 @@ def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where
             f"{where}: {len(run.groups)} groups ran at once (NCCL_TESTS_SPLIT) and shared links; measure one group, "
             "or give --ranks and --nodes of one"
         )
-    ranks = given.ranks or run.world or len(run.ranks)
+    ranks = given.ranks or len(run.ranks)
     if ranks < 2:
         raise InputError(f"{where}: does not say how many ranks ran; give --ranks N, and --nodes N if more than one")
     nodes = given.nodes or len(set(run.ranks.values())) or 1
@@ -308,13 +290,11 @@ def _own_rows(path: Path) -> Iterator[CollectiveRow]:
                 transfer = from_record(decoded(row["operator"]))
                 if not isinstance(transfer, CollectiveTransfer):
                     raise ValueError(f"a {type(transfer).__name__}")
-                # Only even all-to-alls are used: the time of an uneven one is that of the busiest rank's bytes.
-                if transfer.busiest_bytes is None and transfer.kind != "barrier":
-                    yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
+                yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
 
 
 def kind_of(name: str) -> CollectiveKind | None:
-    """Kind that nccl-tests, PARAM or NCCL call ``name``, or ``None`` if unknown."""
+    """Kind that nccl-tests or NCCL call ``name``, or ``None`` if unknown."""
     words = re.sub(r"[\s\-]+", "_", name.strip().lower()).removesuffix("_perf")
     return KINDS.get(words) or KINDS.get(words.replace("_", "")) or _JOINED.get(words.replace("_", ""))
 

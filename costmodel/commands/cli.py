@@ -119,8 +119,7 @@ def fit_command(
     ] = None,
     steps: Annotated[Path | None, typer.Option(help="Kernels and times of whole steps measured on the GPU.")] = None,
     nccl_log: Annotated[
-        list[Path] | None,
-        typer.Option(help="Output of nccl-tests or PARAM's comms.py from your cluster; may be repeated."),
+        list[Path] | None, typer.Option(help="Output of nccl-tests from your cluster; may be repeated.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: where predictions look.")
@@ -128,7 +127,6 @@ def fit_command(
     collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
     ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --nccl-log: on how many nodes, likewise.")] = None,
-    in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Fits the models of your own GPU to what was measured on it, or of your own cluster to logs of its collectives."""
@@ -138,7 +136,7 @@ def fit_command(
     if len(measured) != 1:
         raise InputError(f"fit: give one of {', '.join(given)}: what was measured on {machine}")
     if not nccl_log:
-        of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes, "--in-place": in_place or None}
+        of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes}
         _require_none(measured[0], of_logs)
     if output is not None:
         check_writable(output / "fitted.json", "-o", makes_folder=True)
@@ -146,7 +144,7 @@ def fit_command(
         from costmodel.collectives.own_cluster import fit_logs
         from costmodel.collectives.sweep_logs import Given
 
-        path = fit_logs(nccl_log, machine, Given(collective, ranks, nodes, in_place), output, progress)
+        path = fit_logs(nccl_log, machine, Given(collective, ranks, nodes), output, progress)
     elif steps:
         from costmodel.gpu.own_gpu import fit_to_steps
 

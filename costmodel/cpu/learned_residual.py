@@ -1,11 +1,10 @@
-"""Residual of the analytic model, learned from measurements while tuning, and its files.
+"""Residual of the analytic model, learned from measurements while tuning, and files of trees.
 
 The target is log(measured / analytic) of each measured (operator, configuration). A family of kernels without enough
 measurements is priced by the analytic model alone; every estimate records which of the two it came from. Models can
 be stacked: a model trained on many networks provides the guess that another corrects while it tunes.
 
-Files hold a model's measurements with their provenance (``residual-model.json``), or trees trained beforehand
-(:func:`train_together`).
+Files hold trees trained beforehand (:func:`train_together`).
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, read_bytes, read_text
+from costmodel.base.input_files import MALFORMED, decoded, read_bytes
 from costmodel.base.output_files import write_whole
 from costmodel.cost_model import (
     Config,
@@ -34,8 +31,6 @@ from costmodel.cost_model import (
     Estimate,
     Measurement,
     config_key,
-    measurement_from_record,
-    measurement_to_record,
 )
 from costmodel.cpu.boosted_trees import (
     FOR_UNSEEN,
@@ -49,64 +44,6 @@ from costmodel.cpu.boosted_trees import (
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.layers import Operator
 
-FILE_NAME = "residual-model.json"
-_FORMAT = 1
-
-
-def write_measurements(directory: Path, key: str, measurements: Sequence[Measurement]) -> Path:
-    """Write ``directory/residual-model.json`` atomically; ``OutputError`` on failure."""
-    record = {
-        "format": _FORMAT,
-        "key": key,
-        "provenance": {
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "measurements": len(measurements),
-            "operators": len({each.operator for each in measurements}),
-            "xgboost": _version(),
-        },
-        "measurements": [measurement_to_record(each) for each in measurements],
-    }
-    path = directory / FILE_NAME
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(record))
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place, or free some") from None
-    return path
-
-
-def read_measurements(directory: Path, key: str) -> list[Measurement]:
-    """Read measurements from :func:`write_measurements`; ``InputError`` names the file and the remedy."""
-    path = directory / FILE_NAME
-    try:
-        record = decoded(read_text(path, "record"))
-        if not isinstance(record, dict) or record.get("format") != _FORMAT:
-            raise ValueError("unknown format")
-        measurements = [measurement_from_record(each) for each in _list(record.get("measurements"))]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
-    except ValueError as error:
-        raise InputError(f"{path}: corrupt ({error}); delete it to learn anew") from None
-    if record.get("key") != key:
-        raise InputError(f"{path}: was learned on {record.get('key')!r}, not on {key!r}; use another directory")
-    return measurements
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("measurements are missing")
-    return value
-
-
-def _version() -> str | None:
-    for name in ("xgboost", "xgboost-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 MIN_MEASUREMENTS = 8  # measurements of a family needed to trust its trees more than the analytic order
 RETRAIN_GROWTH = 1.15  # growth of a family's measurements that triggers retraining
 MIN_OPERATORS = 3  # measured operators of a family needed to predict the best time of an unmeasured one
@@ -118,7 +55,6 @@ FamilyTrees = tuple[tuple[str, ...], BoostedResidual]
 class ResidualModel(CostModel):
     """The tuner's ranking model: ``analytic`` corrected by trees over operator, knobs and analytic terms.
 
-    ``key`` identifies the measured platform (CPU, threads); :meth:`load` refuses data learned under another key.
     ``threads``: used for training. Without the optional package ``xgboost`` the analytic model is used alone.
 
     ``config_terms(operator, configs)``, shape (configs, terms): the first column is an analytic guess, positive and in
@@ -130,13 +66,11 @@ class ResidualModel(CostModel):
         self,
         analytic: CostModel,
         *,
-        key: str = "",
         threads: int = 1,
         config_terms: Callable[[Operator, Sequence[Config]], np.ndarray] | None = None,
         before: ResidualModel | None = None,
     ) -> None:
         self.analytic = analytic
-        self.key = key
         self._config_terms = config_terms
         self._before = before
         self._known_terms: dict[Operator, dict[ConfigKey, np.ndarray]] = {}
@@ -165,13 +99,6 @@ class ResidualModel(CostModel):
         for family in {operator_family(each.operator) for each in measurements}:
             if self._count(family) > RETRAIN_GROWTH * self._trained_on.get(family, 0):
                 self._trees.pop(family, None)
-
-    def fit(self, measurements: Sequence[Measurement]) -> None:
-        """Replace all measurements by ``measurements``."""
-        self._measured.clear()
-        self._trees.clear()
-        self._trained_on.clear()
-        self.update(measurements)
 
     def rank(self, operator: Operator, configs: Sequence[Config]) -> list[int]:
         """Indices into ``configs``, fastest first. Keeps the given order if nothing is learned, and among ties."""
@@ -231,16 +158,6 @@ class ResidualModel(CostModel):
     def install(self, trees: Mapping[str, FamilyTrees]) -> None:
         """Use ``trees`` made by :func:`train_together` from models with the same terms, for the families they cover."""
         self._trees.update(trees)
-
-    def save(self, directory: Path) -> None:
-        """Write measurements and provenance; retraining from them is exact and takes well under a second."""
-        write_measurements(directory, self.key, self.measurements)
-
-    def load(self, directory: Path) -> None:
-        """Restore measurements from :meth:`save`; ``InputError`` for a missing or corrupt file, or one of
-        another key.
-        """
-        self.fit(read_measurements(directory, self.key))
 
     def _estimate(self, operator: Operator) -> Estimate:
         base = self._base(operator)
@@ -391,6 +308,6 @@ def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
             for family, entry in content["families"].items()
         }
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
+        raise InputError(f"{path}: missing; train it with `python -m lab.records train`") from None
     except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise InputError(f"{path}: damaged ({error}); train it again") from None

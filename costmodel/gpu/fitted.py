@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, read_text
+from costmodel.base.errors import OutputError
 from costmodel.base.output_files import write_whole
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.residual import (
@@ -37,6 +36,7 @@ from costmodel.gpu.residual import (
 )
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, read_machine, user_directory
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.record_file import made_by, read_record
 from costmodel.operators.any_operator import AnyOperator
 
 # Shape corrections for GPUs without tables use features computed with the rates of this GPU.
@@ -98,7 +98,7 @@ TRANSFER = "transfer"
 SCANS, SERVING = "scans", "serving"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
-_FORMAT = 1
+_REMEDY = "install the package again, or fit your own with `python -m costmodel fit --table`"
 # Family -> grade -> range of log(measured / predicted).
 Grades = Mapping[str, Mapping[str, tuple[float, float]]]
 
@@ -111,11 +111,12 @@ class Fitted:
     architecture: str
     power_limited: bool
     # By family.
-    families: Mapping[str, Residual]
+    families: Mapping[str, Annotated[Residual, made_by(residual_from_record)]]
     # Tables, rows, versions.
     provenance: Mapping[str, Any]
     # For families and dtypes with few measured rows.
-    adaptations: Mapping[str, Adaptation] = field(default_factory=dict)
+    adaptations: Mapping[str, Annotated[Adaptation, made_by(adaptation_from_record)]] = field(default_factory=dict)
+    format: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ class LevelTransfer:
     """
 
     levels: Mapping[str, Mapping[str, Level]]
-    shapes: Mapping[str, Forest]
+    shapes: Mapping[str, Annotated[Forest, made_by(forest_from_record)]]
     provenance: Mapping[str, Any]
     grades: Grades = field(default_factory=dict)
+    format: Literal[1] = 1
 
     def grade(self, family: str, name: str) -> tuple[float, float] | None:
         """Range of log(measured / predicted) of the grade ``name`` of :mod:`lab.fit.transfer`: for ``family``, else for
@@ -229,7 +231,7 @@ def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
 def fitted_in(directory: Path) -> Mapping[str, Fitted]:
     """Fitted machines of one folder by name, without the user's adaptations."""
     files = sorted(path for path in directory.glob("*.json") if path.stem != TRANSFER)
-    return {path.stem: _read_fitted(path) for path in files}
+    return {path.stem: read_record(path, Fitted, _REMEDY) for path in files}
 
 
 @lru_cache(maxsize=8)
@@ -238,20 +240,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
     path = directory / f"{TRANSFER}.json"
     if not path.exists():
         return LevelTransfer({}, {}, {})
-    record = _read(path)
-    try:
-        levels = {
-            family: {name: Level(**{**each, "machines": tuple(each["machines"])}) for name, each in classes.items()}
-            for family, classes in record["levels"].items()
-        }
-        shapes = {family: forest_from_record(each) for family, each in record["shapes"].items()}
-        grades = {
-            family: {name: (float(low), float(high)) for name, (low, high) in each.items()}
-            for family, each in record["grades"].items()
-        }
-        return LevelTransfer(levels, shapes, record["provenance"], grades)
-    except MALFORMED as error:
-        raise _corrupt(path, error) from None
+    return read_record(path, LevelTransfer, _REMEDY)
 
 
 def merged(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
@@ -289,35 +278,10 @@ def write_transfer(content: LevelTransfer, directory: Path) -> Path:
     return _write(directory / f"{TRANSFER}.json", record)
 
 
-def _read_fitted(path: Path) -> Fitted:
-    record = _read(path)
-    try:
-        families = {name: residual_from_record(each) for name, each in record["families"].items()}
-        if not isinstance(record["machine"], str) or not isinstance(record["architecture"], str):
-            raise TypeError("its machine or architecture is no text")
-        limited = bool(record["power_limited"])
-        moved = {name: adaptation_from_record(each) for name, each in record.get("adaptations", {}).items()}
-        return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)
-    except MALFORMED as error:
-        raise _corrupt(path, error) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = decoded(read_text(path, "record"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
-    except ValueError as error:
-        raise _corrupt(path, error) from None
-    if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise _corrupt(path, ValueError("unknown format"))
-    return record
-
-
 def _write(path: Path, record: dict[str, Any]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"format": _FORMAT, **record}, indent=1) + "\n")
+        write_whole(path, json.dumps({"format": 1, **record}, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
     forget_fitted()
@@ -328,9 +292,3 @@ def forget_fitted() -> None:
     """Clear the cache of fitted models after files were written."""
     fitted_in.cache_clear()
     transfer.cache_clear()
-
-
-def _corrupt(path: Path, error: Exception) -> InputError:
-    return InputError(
-        f"{path}: corrupt ({error}); install the package again, or fit your own with `python -m costmodel fit --table`"
-    )

@@ -20,8 +20,9 @@ import numpy as np
 
 from costmodel.cost_model import CostModel, Estimate, Measurement, PriceSource
 from costmodel.gpu.families.family import Family, Gridded, KernelAnalysis
+from costmodel.gpu.families.rates import benchmark_clock, burst_clock, long_load_share
 from costmodel.gpu.fitted import Level, LevelTransfer, known_as, nominal_features, packaged_machine
-from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK, benchmark_clock, burst_clock, long_load_share
+from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK
 from costmodel.gpu.residual import Adaptation, Lattice, Residual, adapt
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator, dtype_of

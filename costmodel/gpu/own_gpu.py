@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.residual import MINIMUM_POINTS, Adaptation
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.record_file import made_by, read_record
 from costmodel.operators.any_operator import AnyOperator, from_record, to_record
 
 
@@ -218,22 +219,31 @@ class CountedStep:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class _StepRow:
+    name: str
+    family: str
+    counts: tuple[tuple[int, int], ...]  # place of an operator, number of its launches
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Inventory:
+    operators: tuple[Annotated[Any, made_by(from_record)], ...]
+    steps: tuple[_StepRow, ...]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= place < len(self.operators) for row in self.steps for place, _ in row.counts):
+            raise ValueError("steps count operators that it lacks")
+
+
 def read_inventory(path: Path) -> list[CountedStep]:
     """Read the steps in ``path``; ``InputError`` names a file that cannot be read."""
-    try:
-        record = json.loads(gzip.decompress(path.read_bytes()))
-        operators = [from_record(each) for each in record["operators"]]
-        return [
-            CountedStep(
-                row["name"],
-                row["family"],
-                {operators[place]: count for place, count in row["counts"]},
-                float(row.get("seconds", 0.0)),
-            )
-            for row in record["steps"]
-        ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise InputError(f"{path}: not the kernels of steps ({error}); install the package again") from None
+    content = read_record(path, _Inventory, "install the package again")
+    return [
+        CountedStep(row.name, row.family, {content.operators[at]: count for at, count in row.counts}, row.seconds)
+        for row in content.steps
+    ]
 
 
 _ROUNDS = 60

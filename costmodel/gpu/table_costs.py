@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from costmodel.gpu.families.lookups import (
     Entries,
     LookupKernels,

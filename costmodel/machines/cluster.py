@@ -5,8 +5,8 @@ usually sold.
 
 Point-to-point links (hybrid cube mesh of a DGX-1) are used in rings. NCCL's search (src/graph/search.cc) finds rings
 through all GPUs of a group, each over its own links, and runs every ring in both directions; the bus bandwidth of a
-group is that of its rings together. If no ring exists, a hop may pass through a third GPU of the group ("NVB": since
-2.10, whose release notes name it for cube meshes); before, such a group used PCIe.
+group is that of its rings together. Where none exists, hops pass through other GPUs: such a number of GPUs is given the
+rings of the next larger one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.base.units import whole_number
@@ -37,46 +38,29 @@ from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Link, Machine
 
 Pair = tuple[int, int]
-# A hop through a third GPU is written into its memory and read from there: a read sends a request packet of one flit in
-# the opposite direction, where the ring of that direction runs, so that 8 of 10 flits are data instead of 8 of 9.
-RELAYED_SHARE = 0.9
 
 
 @lru_cache(maxsize=256)
-def ring_links(links: tuple[tuple[int, int, int], ...], gpus: tuple[int, ...], relays: bool = True) -> float:
+def ring_links(links: tuple[tuple[int, int, int], ...], gpus: tuple[int, ...]) -> float:
     """Bandwidth of one GPU of ``gpus`` (two or more) in the rings of this group, one direction, in units of links; 0 if
-    links form no ring. ``links``: (GPU, GPU, links between them). ``relays``: hops may pass through a third GPU.
+    links form no ring. ``links``: (GPU, GPU, links between them).
     """
     room = {_pair(a, b): count for a, b, count in links if a in gpus and b in gpus}
     if len(gpus) == 2:
         return float(room.get(_pair(*gpus), 0))
-    straight = _most([each for each in _rings(gpus, room, relayed=False) if _fits(each, room)], room)
-    if straight or not relays:
-        return 2.0 * straight
-    return 2.0 * RELAYED_SHARE * _most([each for each in _rings(gpus, room, relayed=True) if _fits(each, room)], room)
+    return 2.0 * _most([each for each in _rings(gpus) if _fits(each, room)], room)
 
 
 def _pair(a: int, b: int) -> Pair:
     return (a, b) if a < b else (b, a)
 
 
-def _rings(gpus: Sequence[int], room: Mapping[Pair, int], relayed: bool) -> Iterator[Counter[Pair]]:
+def _rings(gpus: Sequence[int]) -> Iterator[Counter[Pair]]:
     """Links used by each ring through all of ``gpus``, one direction of each ring."""
     first, *others = gpus
     for order in itertools.permutations(others):
-        if order[0] > order[-1]:  # the same ring in the other direction
-            continue
-        hops = [_hop(a, b, gpus, room, relayed) for a, b in itertools.pairwise((first, *order, first))]
-        for choice in itertools.product(*hops):
-            yield Counter(pair for hop in choice for pair in hop)
-
-
-def _hop(a: int, b: int, gpus: Sequence[int], room: Mapping[Pair, int], relayed: bool) -> list[tuple[Pair, ...]]:
-    """Paths from ``a`` to ``b``: their direct link, else through a third GPU; empty if there is no path."""
-    if room.get(_pair(a, b), 0):
-        return [(_pair(a, b),)]
-    ways = [(_pair(a, c), _pair(c, b)) for c in gpus if c not in (a, b)] if relayed else []
-    return [(one, two) for one, two in ways if room.get(one, 0) and room.get(two, 0)]
+        if order[0] < order[-1]:  # else the same ring in the other direction
+            yield Counter(_pair(a, b) for a, b in itertools.pairwise((first, *order, first)))
 
 
 def _fits(ring: Counter[Pair], room: Mapping[Pair, int]) -> bool:
@@ -98,7 +82,14 @@ Found = TypeVar("Found")
 _MOST_CARDS = 512  # network cards of a node
 # Largest job: some ten times the largest in existence; each group of ranks is written out.
 MOST_GPUS = 1 << 20
-_RELAYS_SINCE = [2, 10]  # version from which NCCL routes hops through a third GPU (mesh_rings)
+
+
+def nccl_version(text: str) -> Version:
+    """Version of NCCL, to be compared; below all others where ``text`` is empty or no version."""
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
 
 
 @dataclass(frozen=True)
@@ -153,10 +144,6 @@ class Cluster:
         """Number of participating GPUs."""
         return self.gpus_per_node * self.nodes
 
-    def nodes_of(self, ranks: int, stride: int = 1) -> int:
-        """Number of nodes spanned by ``ranks`` ranks with the given ``stride`` between neighbours, filled in order."""
-        return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
-
     def usable_share(self, gpus: int) -> float:
         """Share of the link's bandwidth that ``gpus`` communicating GPUs of a node reach.
 
@@ -192,7 +179,6 @@ def load_cluster(
     :class:`InputError` if the GPUs do not fill the nodes evenly.
     """
     file, gpu = _described(machine)
-    link, version = _intra_node(file, gpu), nccl or file.nccl
     per_node = _gpus_per_node(file, gpus, nodes)
     nodes = gpus // per_node
     card, cards, called = _network(file, network, nodes)
@@ -201,13 +187,13 @@ def load_cluster(
         machine=gpu,
         gpus_per_node=per_node,
         nodes=nodes,
-        intra_node=link,
+        intra_node=_intra_node(file, gpu),
         network=card,
         topology=file.topology,
         node_gpus=file.gpus_per_node,
         network_cards=cards,
-        usable=_shares_of_mesh(file, gpu, link, version) if file.mesh else file.usable,
-        nccl=version,
+        usable=_shares_of_mesh(file.mesh, file.gpus_per_node) if file.mesh else file.usable,
+        nccl=nccl or file.nccl,
         source=file.source,
         host_memory=file.host_memory,
         in_switch=file.in_switch,
@@ -292,15 +278,16 @@ def _card(network: NetworkFile) -> Link:
     return Link("network", network.bandwidth, network.latency, network.origin, datasheet=network.datasheet)
 
 
-def _shares_of_mesh(file: ClusterFile, gpu: Machine, link: Link, nccl: str) -> tuple[tuple[int, float], ...]:
-    """Share of all links of a GPU that the rings of the first 2, 3, ... GPUs use; without any ring, that of PCIe."""
-    degree = max(sum(count for a, b, count in file.mesh if one in (a, b)) for one in range(file.gpus_per_node))
-    pcie = gpu.link("pcie")
-    least = min(1.0, (pcie.bandwidth if pcie else link.bandwidth / degree) / link.bandwidth)
-    numbers = [int(part) for part in nccl.split(".")[:2] if part.isdigit()]
-    relays = not numbers or numbers >= _RELAYS_SINCE
-    rings = [ring_links(file.mesh, tuple(range(count)), relays) for count in range(2, file.gpus_per_node + 1)]
-    return tuple((place + 2, found / degree if found else least) for place, found in enumerate(rings))
+def _shares_of_mesh(mesh: tuple[tuple[int, int, int], ...], gpus: int) -> tuple[tuple[int, float], ...]:
+    """Share of all links of a GPU that the rings of the first 2, 3, ... of ``gpus`` GPUs use; of a number without rings
+    that of the next one with rings, at least one link.
+    """
+    degree = max(sum(count for a, b, count in mesh if one in (a, b)) for one in range(gpus))
+    shares, links = {}, 1.0
+    for count in range(gpus, 1, -1):
+        links = ring_links(mesh, tuple(range(count))) or links
+        shares[count] = links / degree
+    return tuple(sorted(shares.items()))
 
 
 def _intra_node(file: ClusterFile, gpu: Machine) -> Link:

@@ -289,7 +289,7 @@ def user_directory() -> Path:
     override = os.environ.get("COSTMODEL_MACHINES")
     if override:
         return Path(override)
-    return user_folder("XDG_CONFIG_HOME", ".config") / "machines"
+    return user_folder("config") / "machines"
 
 
 def machine_files() -> dict[str, Path]:

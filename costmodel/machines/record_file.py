@@ -1,18 +1,19 @@
-"""Conversion between strict YAML and records. Every error names the file and the key."""
+"""Conversion between files (strict YAML, JSON) and records. Every error names the file and the key."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
-from costmodel.base.errors import ProjectError
-from costmodel.base.input_files import read_text
+from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.input_files import MALFORMED, decoded, read_text
 from costmodel.machines.machine_records import NotInFile, Written, key_of
 
 Content = TypeVar("Content")
@@ -69,13 +70,43 @@ def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, fa
     """Convert ``document``, the content of ``path``, to ``schema``, a record of
     :mod:`costmodel.machines.machine_records` or a :class:`StrictModel`; ``failure`` names file and key.
     """
+    try:
+        return _validated(document, schema)
+    except ValidationError as error:
+        raise failure(f"{path}: {explain(error)}") from None
+
+
+def read_record(path: Path, schema: type[Content], remedy: str) -> Content:
+    """Read the JSON file ``path`` as ``schema``, a dataclass; keys that it lacks are ignored. ``InputError`` names the
+    file and the key, and ends with ``remedy``.
+    """
+    try:
+        return _validated(decoded(read_text(path, "record")), schema)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
+    except ValidationError as error:
+        raise InputError(f"{path}: corrupt ({explain(error)}); {remedy}") from None
+    except (EOFError, ValueError, zlib.error) as error:
+        raise InputError(f"{path}: corrupt, no JSON ({error}); {remedy}") from None
+
+
+def made_by(read: Callable[[Any], Any]) -> PlainValidator:
+    """Marker of a field that ``read`` makes of its JSON; ``read`` may raise any of :data:`MALFORMED`."""
+
+    def run(value: Any) -> Any:
+        try:
+            return read(value)
+        except MALFORMED as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+    return PlainValidator(run)
+
+
+def _validated(document: Any, schema: type[Content]) -> Content:
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)
     adapter: TypeAdapter[Content] = _ADAPTERS[schema]
-    try:
-        return adapter.validate_python(document)
-    except ValidationError as error:
-        raise failure(f"{path}: {explain(error)}") from None
+    return adapter.validate_python(document)
 
 
 def file_content(record: Any) -> dict[str, Any]:

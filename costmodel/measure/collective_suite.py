@@ -27,8 +27,6 @@ from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTr
 from costmodel.operators.layers import element_bytes
 
 TORCH = True
-# Share of an uneven all-to-all that every rank sends to the first one; the others receive equal parts of the rest.
-HOT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,25 +47,7 @@ def sendable(transfer: CollectiveTransfer, dtype: str) -> CollectiveTransfer | N
     parts = transfer.ranks if transfer.kind in ("reduce_scatter", "all_to_all") else 1
     unit = parts * element_bytes(dtype)
     size = transfer.size_bytes // unit * unit
-    if size <= 0 and transfer.kind != "barrier":
-        return None
-    if transfer.busiest_bytes is None:
-        return CollectiveTransfer(transfer.kind, size, transfer.ranks, transfer.nodes)
-    return uneven(size, transfer.ranks, transfer.nodes, dtype)
-
-
-def splits(elements: int, ranks: int) -> list[int]:
-    """Elements that each rank sends to rank 0, 1 ...: a larger share to the first, equal parts of the rest, no
-    remainder.
-    """
-    rest = (elements - int(elements * HOT_SHARE)) // (ranks - 1)
-    return [elements - rest * (ranks - 1), *[rest] * (ranks - 1)]
-
-
-def uneven(size_bytes: float, ranks: int, nodes: int, dtype: str) -> CollectiveTransfer:
-    """All-to-all in which every rank sends :data:`HOT_SHARE` of its buffer to the first one, the busiest."""
-    first = splits(int(size_bytes) // element_bytes(dtype), ranks)[0] * element_bytes(dtype)
-    return CollectiveTransfer("all_to_all", size_bytes, ranks, nodes, busiest_bytes=float((ranks - 1) * first))
+    return None if size <= 0 else CollectiveTransfer(transfer.kind, size, transfer.ranks, transfer.nodes)
 
 
 def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: str, device: Any) -> Callable[[], Any]:
@@ -85,7 +65,7 @@ def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: 
         return torch.zeros(length, dtype=torch_dtype, device=device)
 
     own = tensor(elements)
-    if transfer.kind in ("all_reduce", "barrier"):  # torch's barrier is an all-reduce of one element
+    if transfer.kind == "all_reduce":
         return lambda: dist.all_reduce(own, group=handle)
     if transfer.kind == "all_gather":
         gathered = tensor(elements * count)
@@ -94,10 +74,8 @@ def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: 
         part = tensor(elements // count)
         return lambda: dist.reduce_scatter_tensor(part, own, group=handle)
     if transfer.kind == "all_to_all":
-        sent = [elements // count] * count if transfer.busiest_bytes is None else splits(elements, count)
-        received = [sent[place]] * count
-        output = tensor(sum(received))
-        return lambda: dist.all_to_all_single(output, own, received, sent, group=handle)
+        output = tensor(elements)
+        return lambda: dist.all_to_all_single(output, own, group=handle)
     if transfer.kind == "broadcast":
         return lambda: dist.broadcast(own, src=group.ranks[0], group=handle)
     if transfer.kind == "reduce":
@@ -219,7 +197,7 @@ def _doubling(largest: int) -> list[int]:
 
 def cases(groups: list[RankGroup], dtype: str, largest_bytes: int) -> Iterator[tuple[CollectiveTransfer, RankGroup]]:
     """Every kind among every group, first sizes in powers of four, then those between them: a suite that runs out of
-    time has covered the whole range. The uneven all-to-all follows the even one; send and receive use two ranks.
+    time has covered the whole range. Send and receive use two ranks.
     """
     powers = range(SMALLEST_BYTES.bit_length() - 1, largest_bytes.bit_length())
     for power in [*powers[::2], *powers[1::2]]:
@@ -227,14 +205,9 @@ def cases(groups: list[RankGroup], dtype: str, largest_bytes: int) -> Iterator[t
             for group in groups:
                 ranks = len(group.ranks)
                 whole = 2.0**power / (ranks if kind == "all_gather" else 1)
-                wanted = [CollectiveTransfer(kind, whole, ranks, group.nodes)]
-                if kind == "all_to_all" and ranks > 2:
-                    wanted.append(dataclasses.replace(wanted[0], busiest_bytes=0.0))
-                if kind != "send_recv" or ranks == 2:
-                    known = (sendable(each, dtype) for each in wanted)
-                    yield from ((each, group) for each in known if each is not None)
-    for group in groups:
-        yield CollectiveTransfer("barrier", 0, len(group.ranks), group.nodes), group
+                known = sendable(CollectiveTransfer(kind, whole, ranks, group.nodes), dtype)
+                if known is not None and (kind != "send_recv" or ranks == 2):
+                    yield known, group
 
 
 def _make_groups(world: _World) -> list[RankGroup]:

@@ -131,16 +131,6 @@ class KernelTiming:
     calls: int
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Profile of one call: ``kernel_seconds`` on the device and ``launches`` of kernels, copies and memsets; 0 on a
-    CPU.
-    """
-
-    kernel_seconds: float
-    launches: int
-
-
 def synchronize(device: Any) -> None:
     """Wait for all work of ``device``."""
     import torch
@@ -183,24 +173,6 @@ def _event_sample(call: Callable[[], Any], calls: int, host: float) -> float:
     last.record()
     last.synchronize()
     return float(first.elapsed_time(last)) * 1e-3
-
-
-def profile_call(call: Callable[[], Any], device: Any, calls: int = 3) -> Profile:
-    """Device time and launches of ``call`` by the torch profiler. A profiler session takes tens of milliseconds; on a
-    CPU, where it gives no device times, it is skipped.
-    """
-    if device.type != "cuda":
-        return Profile(0.0, 0)
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        synchronize(device)
-    on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    seconds = sum(event.time_range.elapsed_us() for event in on_device) * 1e-6
-    return Profile(seconds / calls, round(len(on_device) / calls))
 
 
 _LONGEST = 160

@@ -1,4 +1,4 @@
-"""The kernels suite: a row per operator until the time budget is used up.
+"""The suites of kernels and of embedding lookups: a row per operator until the time budget is used up.
 
 Cases are operators of every family, sizes log-uniform, in a random but fixed order. Every family has its own random
 generator and the families are interleaved by weight, so that any prefix of the list is a fair sample of all of them:
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal
 
 from costmodel.base.errors import Say
 from costmodel.base.process import pass_ending
@@ -21,7 +22,6 @@ from costmodel.measure.device import (
     TimingEffort,
     failure_line,
     largest_tensor_bytes,
-    profile_call,
     provenance,
     time_call,
 )
@@ -41,8 +41,8 @@ from costmodel.operators.device_work import (
     Reduction,
     Softmax,
 )
-from costmodel.operators.layers import Conv2d
-from costmodel.operators.lookups import EmbeddingLookup
+from costmodel.operators.layers import Conv2d, element_bytes
+from costmodel.operators.lookups import EmbeddingLookup, IndexStatistics, TableLookup, zipf
 
 SEED = 20240917
 FLOATS = ("float32", "bfloat16", "float16")
@@ -53,28 +53,15 @@ FUSED = {"sgd": (3, 2), "adam": (4, 3), "adamw": (4, 3)}
 BINARY = ("add", "mul", "div")
 UNARY = ("relu", "gelu", "tanh", "sigmoid", "silu", "exp", "dropout")
 
-CaseOperator = TypeVar("CaseOperator", bound=AnyOperator)
 Draw = Callable[[random.Random, int], AnyOperator]
 
 
 @dataclass(frozen=True)
-class MeasuredCase(Generic[CaseOperator]):
+class MeasuredCase:
     """One operator to measure. ``family``: the group it was drawn from, for progress and selection."""
 
     family: str
-    operator: CaseOperator
-
-
-def cases_left(
-    cases: Iterable[MeasuredCase[CaseOperator]], done: Collection[str], budget: TimeBudget
-) -> Iterator[tuple[MeasuredCase[CaseOperator], str]]:
-    """Yield each case not in ``done`` with its operator as text, while there is time."""
-    for case in cases:
-        if not budget.left():
-            return
-        text = json.dumps(to_record(case.operator), separators=(",", ":"))
-        if text not in done:
-            yield case, text
+    operator: AnyOperator
 
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
@@ -230,6 +217,60 @@ def _loss(rng: random.Random, largest: int) -> Loss:
     return Loss(kind, rows, columns, direction=_direction(rng))
 
 
+EXPONENTS = (None, None, 0.6, 0.9, 1.05, 1.2)  # None: uniform lookups
+DIMS = (8, 16, 32, 64, 64, 128, 128, 256)
+POOLINGS = (1, 1, 2, 5, 10, 20, 50, 100)
+LOOKUP_DTYPES = ("float32", "float32", "float16", "bfloat16")
+_TABLE_TENSORS = 4  # largest table, in units of the largest tensor
+_LARGEST_INDICES = 1 << 23
+_LONGEST = 120  # characters of an operator in a line of progress
+_DIGITS = 6  # digits of statistics in rows of the table
+
+
+def _table(rng: random.Random, largest: int, bags: int, dtype: str) -> TableLookup:
+    """A table and a batch whose output and indices fit ``largest`` bytes; the table may be a few times that."""
+    dim, pooling = rng.choice(DIMS), rng.choice(POOLINGS)
+    size = element_bytes(dtype)
+    bags = max(min(bags, largest // (2 * dim * size)), 1)
+    pooling = max(min(pooling, largest // (32 * bags), _LARGEST_INDICES // bags), 1)
+    most = max(_TABLE_TENSORS * largest // (4 * dim * size), 64)
+    rows = _size(rng, 32, most)
+    return TableLookup(rows, dim, bags * pooling, bags, dtype, _popularity(rows, rng.choice(EXPONENTS)))
+
+
+def _popularity(rows: int, exponent: float | None) -> IndexStatistics | None:
+    """Zipf statistics with few digits, so that a row of the table is short; ``None`` for uniform lookups."""
+    if exponent is None:
+        return None
+    exact = zipf(rows, exponent)
+    shares = [round(each, _DIGITS) for each in exact.group_shares[1:]]
+    return replace(exact, group_shares=(1.0 - sum(shares), *shares))
+
+
+def _lookup(kernel: Any, rng: random.Random, largest: int) -> EmbeddingLookup:
+    table = _table(rng, largest, _size(rng, 16, 65536), rng.choice(LOOKUP_DTYPES))
+    if kernel == "embedding":
+        table = replace(table, bags=table.indices)
+        if table.indices * table.dim * element_bytes(table.dtype) > largest:
+            table = replace(table, indices=table.bags // 100 + 1, bags=table.bags // 100 + 1)
+    backward = rng.random() < 0.6
+    mode: Any = rng.choice(("sum", "sum", "mean", "max")) if kernel == "embedding_bag" else "sum"
+    sparse = backward and mode != "max" and rng.random() < 0.35
+    return EmbeddingLookup(
+        table.rows,
+        table.dim,
+        table.indices,
+        table.bags,
+        dtype=table.dtype,
+        direction="backward" if backward else "forward",
+        statistics=table.statistics,
+        kernel=kernel,
+        gradient="sparse" if sparse else "dense",
+        whole_pass=backward,
+        mode=mode,
+    )
+
+
 # Weight: roughly the number of cases per hundred; large for kernels whose time is hard to predict.
 DRAWS: dict[str, tuple[Draw, int]] = {
     "gemm": (_gemm, 24),
@@ -250,70 +291,79 @@ DRAWS: dict[str, tuple[Draw, int]] = {
 }
 
 
-def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[MeasuredCase[AnyOperator]]:
+# Of the embedding suite: lookups of one table over sizes, reuse and kinds of gradients.
+LOOKUPS: dict[str, tuple[Draw, int]] = {
+    "embedding": (partial(_lookup, "embedding"), 3),
+    "embedding_bag": (partial(_lookup, "embedding_bag"), 4),
+}
+
+
+def kernel_cases(
+    largest_bytes: int, draws: Mapping[str, tuple[Draw, int]] = DRAWS, seed: int = SEED
+) -> Iterator[MeasuredCase]:
     """Endless sequence of distinct cases whose largest tensor has about ``largest_bytes``; deterministic for a seed."""
-    generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
-    order, names = random.Random(seed), [name for name, (_, weight) in DRAWS.items() for _ in range(weight)]
+    generators = {name: random.Random(f"{seed}-{name}") for name in draws}
+    order, names = random.Random(seed), [name for name, (_, weight) in draws.items() for _ in range(weight)]
     seen = set()
     while True:
         order.shuffle(names)
         for name in names:
-            operator = DRAWS[name][0](generators[name], largest_bytes)
+            operator = draws[name][0](generators[name], largest_bytes)
             if operator not in seen:
                 seen.add(operator)
                 yield MeasuredCase(name, operator)
 
 
 TORCH = True
-COLUMNS = ("family", "operator", "median_s", "minimum_s", "kernel_s", "launches", "repeats", "calls", "error")
-_PROFILED_EVERY = 8
+COLUMNS = ("family", "operator", "median_s", "minimum_s", "repeats", "calls", "error")
 
 
 def measure_kernels(
-    device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say, most: int | None = None
+    device: Any,
+    output: Path,
+    budget: TimeBudget,
+    resume: bool,
+    report: Say,
+    name: Literal["kernels", "embedding"] = "kernels",
+    most: int | None = None,
 ) -> Path:
-    """Write ``output/kernels.csv`` and ``.json``; returns the former. ``most``: limit on the cases, for tests.
+    """Write ``output/<name>.csv`` and ``.json``; returns the former. ``most``: limit on the cases, for tests.
 
     An operator that torch cannot run on ``device`` gives a row with an ``error`` and no time.
     """
-    largest = largest_tensor_bytes(device)
-    with Table(output, "kernels", COLUMNS, provenance(device) | {"largest_tensor_bytes": largest}, resume) as table:
+    largest, draws = largest_tensor_bytes(device), LOOKUPS if name == "embedding" else DRAWS
+    with Table(output, name, COLUMNS, provenance(device) | {"largest_tensor_bytes": largest}, resume) as table:
         done = {row["operator"] for row in table.rows}
-        measured = measure_cases(islice(kernel_cases(largest), most), done, device, budget, table, report)
+        measured = measure_cases(islice(kernel_cases(largest, draws), most), done, device, budget, table, report)
         report(f"{measured} operators measured in {budget.elapsed:.0f} s, {len(done)} known before; {table.path}")
     return table.path
 
 
 def measure_cases(
-    cases: Iterable[MeasuredCase[AnyOperator]],
-    done: set[str],
-    device: Any,
-    budget: TimeBudget,
-    table: Table,
-    report: Say,
+    cases: Iterable[MeasuredCase], done: Collection[str], device: Any, budget: TimeBudget, table: Table, report: Say
 ) -> int:
-    """Measure each case that is not in ``done``; returns their number. A family's first case is profiled, then every
-    eighth.
-    """
-    progress, counts = SuiteProgress(budget, report), dict.fromkeys(DRAWS, 0)
-    for case, text in cases_left(cases, done, budget):
-        profiled = counts[case.family] % _PROFILED_EVERY == 0
-        counts[case.family] += 1
-        table.add(family=case.family, operator=text, **_row(case, device, profiled))
-        progress.step(text)
+    """Measure each case that is not in ``done`` while there is time; returns their number."""
+    progress = SuiteProgress(budget, report)
+    for case in cases:
+        if not budget.left():
+            break
+        text = json.dumps(to_record(case.operator), separators=(",", ":"))
+        if text not in done:
+            table.add(family=case.family, operator=text, **_row(case, device))
+            progress.step(text[:_LONGEST])
     return progress.done
 
 
-def _row(case: MeasuredCase[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
+def _row(case: MeasuredCase, device: Any) -> dict[str, Any]:
     """Row of one case; an error of torch becomes the row's error, and the suite continues."""
     try:
-        return _measure(case.operator, device, profiled)
+        return _measure(case.operator, device)
     except Exception as error:
         pass_ending(error)
         return {"error": failure_line(case.operator, error, device)}
 
 
-def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
+def _measure(operator: Any, device: Any) -> dict[str, Any]:
     import torch
 
     from costmodel.measure.operator_calls import allow_tf32, make_call
@@ -324,11 +374,5 @@ def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
     if call is None:
         return {"error": "no call for this operator"}
     timing = time_call(call, device, TimingEffort())
-    row: dict[str, Any] = {"repeats": timing.repeats, "calls": timing.calls}
-    row |= {"median_s": f"{timing.median:.4e}", "minimum_s": f"{timing.minimum:.4e}"}
-    if profiled:
-        profile = profile_call(call, device)
-        row["launches"] = profile.launches
-        if profile.kernel_seconds:
-            row["kernel_s"] = f"{profile.kernel_seconds:.4e}"
-    return row
+    times = {"median_s": f"{timing.median:.4e}", "minimum_s": f"{timing.minimum:.4e}"}
+    return {**times, "repeats": timing.repeats, "calls": timing.calls}

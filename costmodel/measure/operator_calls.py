@@ -6,8 +6,9 @@ only the kernels of the operator are launched. ``None`` for records without a ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from costmodel.operators.device_work import (
     Softmax,
 )
 from costmodel.operators.layers import Conv2d
-from costmodel.operators.lookups import EmbeddingLookup
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup, uniform
 
 TORCH = True
 DeviceCall = Callable[[], Any]
@@ -290,17 +291,41 @@ def _reduction(operator: Reduction, device: Any) -> DeviceCall | None:
 
 @make_call.register
 def _embedding(operator: EmbeddingLookup, device: Any) -> DeviceCall | None:
-    if operator.tables != 1 or operator.fused_optimizer:
+    if operator.implementation == "table_batched":
         return None
-    learned = operator.direction == "backward"
-    weight = random((operator.rows, operator.dim), operator.dtype, device).requires_grad_(learned)
-    rows = indices(operator.rows, operator.indices, device)
-    if operator.bags == operator.indices:
-        forward: DeviceCall = lambda: F.embedding(rows, weight)  # noqa: E731
+    (table, _), learned = operator.parts[0], operator.direction == "backward"
+    weight = random((table.rows, table.dim), table.dtype, device).requires_grad_(learned)
+    rows, sparse = draw_indices(table, device), operator.gradient == "sparse"
+    if operator.implementation == "embedding":
+        forward: DeviceCall = partial(F.embedding, rows, weight, sparse=sparse)
     else:
-        offsets = torch.arange(0, operator.indices, operator.indices // operator.bags, device=device)
-        forward = lambda: F.embedding_bag(rows, weight, offsets, mode="sum")  # noqa: E731
+        offsets = (torch.arange(table.bags, device=device) * table.indices) // table.bags
+        forward = partial(F.embedding_bag, rows, weight, offsets, mode=operator.mode, sparse=sparse)
     return backward(forward(), (weight,)) if learned else forward
+
+
+def draw_indices(table: TableLookup, device: Any) -> torch.Tensor:
+    """Draw ``table.indices`` independent row numbers, int64, with the probabilities of ``table.statistics``.
+
+    Popular rows are spread over the table: neighbours in popularity are not neighbours in memory.
+    """
+    statistics = table.statistics or uniform(table.rows)
+    sizes = torch.tensor(statistics.group_rows, dtype=torch.float64, device=device)
+    shares = torch.tensor(statistics.group_shares, dtype=torch.float64, device=device)
+    ends = shares.cumsum(0)
+    group = torch.searchsorted(ends, torch.rand(table.indices, dtype=torch.float64, device=device) * ends[-1])
+    group = group.clamp(max=len(sizes) - 1)
+    within = torch.rand(table.indices, dtype=torch.float64, device=device) * sizes[group]
+    rank = ((sizes.cumsum(0) - sizes)[group] + within).long().clamp(max=table.rows - 1)
+    return (rank * _stride(table.rows)) % table.rows
+
+
+def _stride(rows: int) -> int:
+    """Step near the golden section of ``rows`` that visits every row once."""
+    step = max(int(rows * 0.6180339887), 1)
+    while math.gcd(step, rows) != 1:
+        step += 1
+    return step
 
 
 @make_call.register

@@ -1,6 +1,7 @@
 """The overheads suite: costs of launching and waiting, and steps of small models with and without the profiler.
 
-Traces contain the overheads T1 to T5; the same step without the profiler shows the profiler's share of them.
+Traces contain the overheads T1 to T5; the same step without the profiler shows the profiler's share of them. The
+models are small: their kernels are short, so that host overheads dominate.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from costmodel.base.errors import OutputError, Say
 from costmodel.base.output_files import whole_file
@@ -25,6 +29,7 @@ _LAUNCHES = 200  # well below the length of the launch queue, on which the host 
 _SECONDS_OF_A_MODEL = 15.0
 
 Seconds = list[float]
+BATCH = 8
 
 
 def measure_overheads(device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say) -> Path:
@@ -33,8 +38,6 @@ def measure_overheads(device: Any, output: Path, budget: TimeBudget, resume: boo
     ``step <model>`` is the mean time of a step without the profiler, ``profiled step <model>`` with it, both with one
     wait at the end of every ``STEPS`` and ``TRACED_STEPS`` of them.
     """
-    from costmodel.measure.small_models import MODELS
-
     with Table(output, "overheads", COLUMNS, provenance(device), resume) as table:
         done = {row["quantity"] for row in table.rows}
         progress = SuiteProgress(budget, report, 4 + len(MODELS))
@@ -58,8 +61,6 @@ def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Seconds]]:
     """Seconds of primitives: ``host launch`` is the host time of an in-place operator of one element, ``kernel floor``
     its device time, ``synchronize`` a wait for an idle device, ``item`` a launch, a copy and a wait.
     """
-    import torch
-
     one = torch.ones(1, device=device)
     yield from _unless("host launch", done, lambda: _host_launch(lambda: one.add_(1), device))
     yield from _unless("kernel floor", done, lambda: [time_call(lambda: one.add_(1), device, TimingEffort()).median])
@@ -94,8 +95,6 @@ def _walls(call: Callable[[], Any], count: int = 100) -> Seconds:
 
 
 def _measure_model(name: str, device: Any, output: Path, table: Table, timed: bool) -> None:
-    from costmodel.measure.small_models import make_step
-
     step = make_step(name, device)
     step_seconds(step, device, WARM_UP_STEPS)
     if not timed:
@@ -141,8 +140,6 @@ def traced_seconds(step: Callable[[], Any], device: Any, steps: int, path: Path,
 
 def _as_steps(step: Callable[[], Any]) -> Callable[[], Any]:
     """Wrap ``step`` to mark every call as ``ProfilerStep#n``, the name that trace readers look for."""
-    import torch
-
     count = iter(range(1_000_000))
 
     def marked() -> None:
@@ -150,3 +147,95 @@ def _as_steps(step: Callable[[], Any]) -> Callable[[], Any]:
             step()
 
     return marked
+
+
+class _Convolutions(nn.Module):
+    """Residual blocks of convolution, batch norm and ReLU, as in image networks."""
+
+    def __init__(self, blocks: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        x = self.stem(pictures)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.head(x.mean((2, 3)))
+
+
+class _Transformer(nn.Module):
+    """Transformer layers with separate operations: products, softmax, layer norm, dropout, GELU."""
+
+    def __init__(self, layers: int = 4, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(1000, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
+        self.mixing = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for place, (mixing, wide, narrow) in enumerate(zip(self.mixing, self.wide, self.narrow, strict=True)):
+            x = x + self._attend(mixing(self.norms[2 * place](x)))
+            hidden = nn.functional.gelu(wide(self.norms[2 * place + 1](x)))
+            x = x + nn.functional.dropout(narrow(hidden), 0.1, self.training)
+        return self.head(x.mean(1))
+
+    def _attend(self, mixed: torch.Tensor) -> torch.Tensor:
+        batch, length, width = mixed.shape
+        q, k, v = mixed.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.transpose(-1, -2) / (q.shape[-1] ** 0.5), -1)
+        return (weights @ v).transpose(1, 2).reshape(batch, length, width // 3)
+
+
+class _Recommender(nn.Module):
+    """Embedding bags, pairwise interaction and an MLP, as in DLRM."""
+
+    def __init__(self, tables: int = 8, dim: int = 16) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(1000, dim, mode="sum") for _ in range(tables))
+        self.top = nn.Sequential(nn.Linear(tables * tables, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        looked_up = torch.stack([table(rows[:, place]) for place, table in enumerate(self.tables)], dim=1)
+        return self.top((looked_up @ looked_up.transpose(1, 2)).flatten(1))
+
+
+def _layers(depth: int = 8, width: int = 64) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)), nn.Linear(width, 10)
+    )
+
+
+Make = Callable[[Any], tuple[nn.Module, torch.Tensor]]
+MODELS: dict[str, Make] = {
+    "mlp": lambda device: (_layers(), torch.randn(BATCH, 64, device=device)),
+    "convolutions": lambda device: (_Convolutions(), torch.randn(BATCH, 3, 16, 16, device=device)),
+    "transformer": lambda device: (_Transformer(), torch.randint(1000, (BATCH, 16), device=device)),
+    "recommender": lambda device: (_Recommender(), torch.randint(1000, (BATCH, 8, 4), device=device)),
+}
+OPTIMIZERS = {"mlp": torch.optim.SGD, "recommender": torch.optim.Adagrad}
+
+
+def make_step(name: str, device: Any) -> Callable[[], None]:
+    """One training step of the model ``name``: forward, loss, backward, foreach optimizer (default: AdamW)."""
+    torch.manual_seed(0)
+    model, data = MODELS[name](device)
+    model.to(device).train()
+    labels = torch.randint(10, (BATCH,), device=device)
+    optimizer = OPTIMIZERS.get(name, torch.optim.AdamW)(model.parameters(), lr=1e-3, foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(model(data), labels).backward()
+        optimizer.step()
+
+    return step

@@ -231,7 +231,7 @@ class EmbeddingLookup(CountedWork):
     # Distinct rows per table, if known; else derived from `statistics`.
     unique_rows: int | None = None
     # Optimizer of a backward kernel that updates the rows itself (a key of
-    # ``costmodel.embedding.embedding_tables.OPTIMIZER_STATE``).
+    # ``costmodel.gpu.embedding_tables.OPTIMIZER_STATE``).
     fused_optimizer: str = ""
     # Row popularity; uniform if None.
     statistics: IndexStatistics | None = None

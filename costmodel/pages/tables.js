@@ -1,9 +1,9 @@
 "use strict";
 // Tables: a click on a head sorts by it, a button shows the rows that are folded away. Without scripts they are whole.
 (() => {
-  const value = (row, column) => {
-    const cell = row.cells[column];
-    return cell.dataset.v === undefined ? cell.textContent : Number(cell.dataset.v);
+  const value = (row, column, numbers) => {
+    const text = row.cells[column].textContent;
+    return numbers ? parseFloat(text.replaceAll(",", "")) || 0 : text;
   };
   for (const table of document.querySelectorAll("table[data-shown]")) {
     const body = table.tBodies[0];
@@ -33,8 +33,8 @@
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
         const sign = down ? -1 : 1;
         const rows = [...body.rows].sort((a, b) => {
-          const [x, y] = [value(a, column), value(b, column)];
-          return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y)));
+          const [x, y] = [value(a, column, numbers), value(b, column, numbers)];
+          return sign * (numbers ? x - y : x.localeCompare(y));
         });
         body.append(...rows);
         fold();

@@ -147,7 +147,7 @@ def _like_first(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> A
 
 
 def _never_nested(func: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return False: ``nn.TransformerEncoder`` then computes padding too, as with ``enable_nested_tensor=False``."""
+    """Return False for ``_nested_tensor_from_mask_left_aligned``: ``TransformerEncoder`` then computes padding too."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""``python -m e2e predict | sweep | shard | measure | doctor``.
+"""``python -m e2e predict | sweep | shard | doctor``.
 
 Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid user input (one line on standard error), 3 a
 predicted step may not fit the memory of its GPUs, 4 it does not fit, 130 stopped with Ctrl-C, 143 terminated by
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -46,27 +44,8 @@ def with_command(words: list[str]) -> list[str]:
 
 
 app.command("predict")(guarded()(predict_command))
-
-
 app.command("sweep")(guarded("stopped; results so far are kept")(sweep_command))
 app.command("shard")(guarded()(shard_command))
-
-
-@app.command("measure")
-@guarded("stopped; what was measured is kept, --resume continues it")
-def measure_command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table and the traces.")],
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
-    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
-) -> None:
-    """Measures real steps of the built-in models on the GPU at hand."""
-    from costmodel.measure.device import open_device
-
-    open_device(device)  # names what is missing, PyTorch included
-    from e2e.commands.measure_models import measure_models
-
-    measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 @app.command("doctor")

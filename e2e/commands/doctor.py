@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from costmodel.commands import checkup
-from costmodel.commands.checkup import BadPair, Finding
+from costmodel.commands import doctor
+from costmodel.commands.doctor import BadPair, Finding
 from costmodel.machines.cluster_file import cluster_files
-from costmodel.machines.machine_file import machine_files, user_directory
+from costmodel.machines.machine_file import machine_files
 
 _TORCH = "pip install 'fusion-costmodel[e2e]'"
 PAIRS = (
@@ -27,39 +26,27 @@ _ROOT = Path(__file__).parents[2]
 
 def doctor_command(as_json: bool) -> None:
     """Print the findings; exits with status 1 if something is broken."""
-    checks = [_packages, _imports, checkup.cores, checkup.memory, _folders, _shipped]
-    checkup.report("e2e", checks, as_json)
+    checks = [_packages, _imports, doctor.cores, doctor.memory, doctor.folders, _shipped]
+    doctor.report("e2e", checks, as_json)
 
 
 def _packages() -> Iterator[Finding]:
-    yield from checkup.packages("e2e", {"cluster": "e2e sweep --ray"}, PAIRS)
-    yield from checkup.modules_once(("torch", "transformers", "xgboost", "triton"))
+    yield from doctor.packages("e2e", {"cluster": "e2e sweep --ray"}, PAIRS)
+    yield from doctor.modules_once(("torch", "transformers", "xgboost", "triton"))
     for name, purpose in _LIBRARIES.items():
-        version = checkup.installed(name)
+        version = doctor.installed(name)
         if version is not None:
             yield Finding(name, "ok", f"{version}, for {purpose}")
 
 
 def _imports() -> list[Finding]:
-    known = (
-        ("torch", "torch"),
-        ("transformers", "transformers"),
-        ("ortools.sat.python.cp_model", "ortools"),
-    )
-    present = [module for module, name in known if checkup.installed(name)]
-    return checkup.imports(present, f"{_TORCH} --force-reinstall")
-
-
-def _folders() -> Iterator[Finding]:
-    yield checkup.folder("machines COSTMODEL_MACHINES", user_directory())
-    yield checkup.folder("temporary TMPDIR", Path(tempfile.gettempdir()))
-    yield checkup.folder("working folder", Path.cwd())
+    return doctor.imports({"torch": "torch", "transformers": "transformers"}, f"{_TORCH} --force-reinstall")
 
 
 def _shipped() -> Iterator[Finding]:
     calibration = _ROOT / "costmodel" / "calibration"
-    yield checkup.shipped("machine files", machine_files().values())
-    yield checkup.shipped("cluster files", cluster_files().values())
-    yield checkup.shipped("fitted kernels", (calibration / "gpu").glob("*.json"))
-    yield checkup.shipped("fitted collectives", calibration.glob("*/collectives.json"))
-    yield checkup.shipped("host overheads", (calibration / "host_overheads").glob("*.json"))
+    yield doctor.shipped("machine files", machine_files().values())
+    yield doctor.shipped("cluster files", cluster_files().values())
+    yield doctor.shipped("fitted kernels", (calibration / "gpu").glob("*.json"))
+    yield doctor.shipped("fitted collectives", calibration.glob("*/collectives.json"))
+    yield doctor.shipped("host overheads", (calibration / "host_overheads").glob("*.json"))

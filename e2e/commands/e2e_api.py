@@ -66,7 +66,6 @@ def predict(
     True
     """
     from e2e.capture.script import captures_kept
-    from e2e.report.outputs import write_files
     from e2e.sources.gpu_prices import asked_price, with_cost
     from e2e.sources.known_requests import SpreadModel
     from e2e.sources.predict_request import predict_request
@@ -90,7 +89,14 @@ def predict(
             from e2e.sweeps.advice import advise
 
             answer = advise(request, answer, advice if callable(advice) else lambda line: None)
-    write_files(answer, _path(timeline), _path(report))
+    if timeline is not None:
+        from e2e.report.timeline_export import write_trace
+
+        write_trace(answer.graph, answer.timeline, Path(timeline), answer.path, answer.iteration)
+    if report is not None:
+        from e2e.report.html_report import write_report
+
+        write_report(answer, Path(report))
     return answer.prediction
 
 

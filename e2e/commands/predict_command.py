@@ -128,7 +128,7 @@ def predict_command(
     import e2e.sources.predict_request  # noqa: F401 (libraries are loaded before their objects are spared)
     from costmodel.base.process import old_objects_spared
     from e2e.commands.e2e_api import predict
-    from e2e.report.outputs import show
+    from e2e.report.text_report import show
 
     # Output of a script goes to standard error. The process ends after its answer, so garbage collection can wait.
     with redirect_stdout(sys.stderr), old_objects_spared():

@@ -16,15 +16,13 @@ from e2e.commands.predict_command import JsonOption, shared
 from e2e.sharding.placement import KINDS, MINIMUM_COLUMNS, MOST_GPUS
 
 if TYPE_CHECKING:
-    from costmodel.embedding.embedding_tables import EmbeddingTable
+    from costmodel.gpu.embedding_tables import EmbeddingTable
     from e2e.sharding.planner import Planning
     from e2e.sharding.task import ShardingTask
 
 
 def shard_command(
-    tables: Annotated[
-        Path, typer.Option(help="tables.yaml (costmodel/embedding/embedding_tables.py says what is in it).")
-    ],
+    tables: Annotated[Path, typer.Option(help="tables.yaml (costmodel/gpu/embedding_tables.py says what is in it).")],
     gpu: Annotated[
         str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")
     ],
@@ -36,7 +34,8 @@ def shard_command(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
     network: Annotated[str | None, shared("network")] = None,
     indices: Annotated[
-        Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
+        Path | None,
+        typer.Option(help="Batches of indices by table (.npz); other tables: as in tables.yaml."),
     ] = None,
     reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the memory that stays free.")] = 0.15,
     kinds: Annotated[str, typer.Option(help="Placements to try, with commas.")] = ",".join(KINDS),
@@ -88,7 +87,7 @@ class ShardingRequest:
         Raises ``InputError`` or ``MachineError`` for invalid options.
         """
         from costmodel.collectives import collective_cost_model
-        from costmodel.embedding.embedding_tables import read_table_file
+        from costmodel.gpu.embedding_tables import read_table_file
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
         from e2e.sharding.placement import Rules
@@ -119,31 +118,29 @@ class ShardingRequest:
 
 
 def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tuple[EmbeddingTable, ...]:
-    """Return ``tables`` with the statistics in ``path`` for the tables that it names.
+    """Return ``tables`` with the row popularity of the batches in ``path`` for the tables that it names.
 
     Raises ``InputError`` if it names none, or has an index beyond a table's rows.
     """
     if path is None:
         return tuple(tables)
-    from costmodel.embedding.popularity import load_statistics
+    from costmodel.gpu.embedding_tables import load_statistics, on_rows
 
     known = load_statistics(path)
     if not any(table.name in known for table in tables):
         raise InputError(
-            f"{path}: has statistics of {', '.join(list(known)[:3])} ..., but of none of the tables; "
-            "give tables the names of their statistics"
+            f"{path}: has indices of {', '.join(list(known)[:3])} ..., but of none of the tables; "
+            "give tables the names of their indices"
         )
-    found = []
-    for table in tables:
-        statistics = known.get(table.name)
-        if statistics is not None and statistics.rows > table.rows:
-            raise InputError(
-                f"{path}: table {table.name} is about {statistics.rows} rows, the table has {table.rows}; correct one"
-            )
-        # Batches contain rows only up to the largest index.
-        same = table if statistics is None else replace(table, statistics=replace(statistics, rows=table.rows))
-        found.append(same)
-    return tuple(found)
+    try:
+        return tuple(
+            replace(table, statistics=on_rows(known[table.name], table.rows, table.name))
+            if table.name in known
+            else table
+            for table in tables
+        )
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _explanation(planning: Planning) -> dict[str, Any]:
@@ -163,6 +160,5 @@ def _explanation(planning: Planning) -> dict[str, Any]:
         "bound_seconds": planning.bound,
         "gap": planning.gap,
         "faster_than_greedy_in_share_of_scenarios": planning.confidence,
-        "cp_sat": planning.solver,
         "search_seconds": planning.search_seconds,
     }

@@ -274,7 +274,7 @@ class WhatIfRow:
     fits: bool | None = None
     # Warnings that the unchanged step does not have.
     warnings: Sequence[str] = ()
-    # 80 % interval of the gain, without errors common to both steps (e2e/explain/paired_intervals.py); `None` if the
+    # 80 % interval of the gain, without errors common to both steps (e2e/whatif/paired_intervals.py); `None` if the
     # step is too large to simulate again
     gain_interval: tuple[float, float] | None = None
     # Other rows that cannot be told apart from this one: which is faster per sample is unknown.

@@ -25,9 +25,8 @@ from e2e.explain.rank_figures import (
 from e2e.explain.utilisation import beyond_the_peak, energy_of, utilisation_of
 from e2e.price.collective_pricing import kernel_loads, load_on, price_collectives
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
-from e2e.price.speed_band import OfOlderLibraries, SpeedBand, StepErrors, slowed
+from e2e.price.speed_band import OfOlderLibraries, SpeedBand, StepErrors, slowed, with_speeds
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
-from e2e.simulate.skew import Skew, skewed
 from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
@@ -222,24 +221,24 @@ def predict(
     collectives: CostModel | None = None,
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
-    skew: Skew | None = None,
+    speed_spread: float | None = None,
     band: SpeedBand | None = None,
     altered: Callable[[ExecutionGraph], ExecutionGraph] | None = None,
 ) -> PredictionResult:
     """Predict one steady step of ``graph`` on ``cluster``; missing durations are filled in, existing ones are kept.
 
     ``memory``: rank of the graph -> its usage. ``collectives``: cost model of transfers (default: the fitted models of
-    ``cluster``). ``notes``: where durations come from. ``skew``: differences between ranks. ``band``: slowdown of all
-    ranks to the slowest of several GPUs, unless ``skew`` gives a spread. ``altered``: change of the priced graph by a
+    ``cluster``). ``notes``: where durations come from. ``band``: slowdown of all ranks to the slowest of several GPUs,
+    unless ``speed_spread`` gives the standard deviation of their speeds. ``altered``: change of the priced graph by a
     what-if question. Raises ``InputError`` if the graph has more ranks than the cluster GPUs, ``SimulationError`` for a
     deadlock.
     """
-    skew = skew or Skew()
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
-    lost = band.slowdown(gpus) if band is not None and skew.spread is None else 0.0
+    lost = band.slowdown(gpus) if band is not None and speed_spread is None else 0.0
     priced = priced_graph(graph, setting, cluster, collectives)
-    priced = skewed(slowed(priced if altered is None else altered(priced), lost), skew)
-    steady = _steady(priced, skew.starts)
+    priced = slowed(priced if altered is None else altered(priced), lost)
+    priced = with_speeds(priced, speed_spread or 0.0)
+    steady = _steady(priced)
     step = SimulatedStep(
         priced,
         steady.timeline,
@@ -307,16 +306,13 @@ def _collective_model(cluster: Cluster) -> CostModel:
     return collective_cost_model(cluster)
 
 
-def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
-    """Simulate as many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
-
-    The cost of late starts may show only after several iterations.
-    """
-    if not starts and sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
-        steady = simulate_iterations(graph, FEW_ITERATIONS, starts)
+def _steady(graph: ExecutionGraph) -> SteadyState:
+    """Simulate as many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them."""
+    if sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
+        steady = simulate_iterations(graph, FEW_ITERATIONS)
         if steady.settled:
             return steady
-    return simulate_iterations(graph, ITERATIONS, starts)
+    return simulate_iterations(graph, ITERATIONS)
 
 
 def _waiting_for_the_slowest(gpus: int, lost: float) -> list[str]:
@@ -324,7 +320,7 @@ def _waiting_for_the_slowest(gpus: int, lost: float) -> list[str]:
         return []
     return [
         f"kernels take {lost:.1%} longer than alone: {gpus:,} GPUs wait for the slowest of them (fitted to published "
-        "training steps; --skew spread=... says otherwise, spread=0 that all are alike)"
+        "training steps; --speed-spread says otherwise, --speed-spread 0 that all are alike)"
     ]
 
 

@@ -18,7 +18,6 @@ from e2e.lowering.families import (
     products,
     recurrent_networks,
     reductions,
-    scaled_operators,
 )
 from e2e.lowering.families.convolutions import POOLING_TABLE
 from e2e.lowering.families.recurrent_networks import LINEAR_ATTENTION_TABLE
@@ -40,7 +39,7 @@ TABLE: dict[str, Lowering] = {
     **library_kernels.MEGATRON_TABLE,
     **library_kernels.STACK_TABLE,
     **library_kernels.EXPERT_TABLE,
-    **scaled_operators.TABLE,
+    **products.SCALED_TABLE,
     **recurrent_networks.TABLE,
     **LINEAR_ATTENTION_TABLE,
 }

@@ -1,4 +1,5 @@
-"""Built-in transformers trained on many GPUs: data, sharded-data, tensor and pipeline parallel.
+"""Built-in transformers on many GPUs, trained or in inference: data, sharded-data, tensor, pipeline, context and expert
+parallel.
 
 :func:`build` makes the unpriced :class:`~e2e.step.execution_graph.ExecutionGraph` of one step; :func:`parse_parallel`
 parses ``--parallel``. ``torch`` is imported when a graph is built, not before.

@@ -74,7 +74,7 @@ def _seal(content: bytes) -> bytes:
 @functools.cache
 def _key() -> bytes:
     """Return the user's key, created on first use; if it cannot be stored, a key of this process."""
-    path = user_folder("XDG_CACHE_HOME", ".cache") / "capture-key"
+    path = user_folder("cache") / "capture-key"
     made = secrets.token_bytes(_SEAL_BYTES)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,6 @@
-"""Host offloading of a rank: activations of layers, and the optimizer's state with its update.
+"""Host offloading of a rank: the optimizer's state with its update.
 
-Activations (Transformer Engine's ``get_cpu_offload_context`` as in Megatron-Core's ``cpu_offloading_num_layers``,
-torchtune's ``OffloadActivations``): the activations kept by a layer for its backward pass are copied to pinned memory
-during the next layer, whose end waits for the copy; then the memory is free. They are copied back during the backward
-pass of the following layer. Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDeviceOptimizer`` with
+Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDeviceOptimizer`` with
 ``overlap_cpu_optimizer_d2h_h2d``): gradients of one part of the model are copied to the host while it updates the
 previous part, and the parameters are copied back while it updates the next. FSDP's ``CPUOffloadPolicy``
 (torch/distributed/fsdp/_fully_shard): shards are copied to the GPU before every all-gather, gradients to the host after
@@ -17,11 +14,10 @@ one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), and so does Ray.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from costmodel.operators.device_work import MemoryCopy
-from e2e.parallelism.pieces import Name
 from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageKernels, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
@@ -80,45 +76,6 @@ def _host_work(writer: StageWriter, name: str, seconds: float, event: int) -> No
     rank.end_unit()
     rank.synchronize(call, event=event)
     rank.append(HostWork("host", call, Duration(seconds, seconds, seconds, "memory", "analytic")))
-
-
-@dataclass
-class ActivationOffload:
-    """Offloading of activations. ``sizes``: bytes that each offloaded layer keeps for its backward pass."""
-
-    writer: StageWriter
-    sizes: Mapping[Name, int]
-    _before: int | None = None  # event of the copy that the end of the next layer waits for
-    _left: dict[Name, int] = field(default_factory=dict)
-    _coming: dict[Name, int] = field(default_factory=dict)
-
-    def send(self, name: Name) -> None:
-        """Offload part ``name`` after its forward pass has been written."""
-        rank = self.writer.rank
-        if self._before is not None:
-            rank.wait_event(self._before, COMPUTE)
-            self._before = None
-        if self.sizes.get(name):
-            rank.after(OFFLOAD, COMPUTE)
-            _copy(self.writer, self.sizes[name], back=False)
-            self._before = self._left[name] = rank.record_event(OFFLOAD)
-
-    def fetch(self, name: Name, following: Iterable[Name]) -> None:
-        """Fetch part ``name`` before its backward pass, and prefetch the parts in ``following``."""
-        self._ask(name)
-        if name in self._coming:
-            self.writer.rank.wait_event(self._coming.pop(name), COMPUTE)
-        for each in following:
-            self._ask(each)
-
-    def _ask(self, name: Name) -> None:
-        rank = self.writer.rank
-        if name not in self._left:
-            return
-        rank.wait_event(self._left.pop(name), RELOAD)
-        rank.after(RELOAD, COMPUTE)  # the memory was freed by earlier work
-        _copy(self.writer, self.sizes[name], back=True)
-        self._coming[name] = rank.record_event(RELOAD)
 
 
 @dataclass

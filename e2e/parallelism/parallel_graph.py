@@ -17,34 +17,32 @@ from costmodel.base.errors import InputError
 from e2e.capture.models.catalog import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
 from e2e.parallelism.capture_cache import digest, remembered
-from e2e.parallelism.captured import (
-    Captured,
-    CapturedOptimizer,
-    ModelSource,
-    capture_model,
-    capture_optimizer,
-    find_layers,
-)
 from e2e.parallelism.host_offload import HostSeconds
-from e2e.parallelism.layers.tensor_parallel import ATTENTION, EXPERTS
 from e2e.parallelism.pieces import (
     ATTENTIONS,
     CAPTURED_LAYERS,
     FIRST,
     LAST,
+    Captured,
+    CapturedOptimizer,
     Item,
     LayerCollective,
+    ModelSource,
     Name,
     Part,
     Repeats,
     Work,
+    capture_model,
+    capture_optimizer,
+    find_layers,
 )
 from e2e.parallelism.pipeline import parts_of
-from e2e.parallelism.rewrites import Condenser, added_in_place, apart, beside_products, gathered_in_8_bits
+from e2e.parallelism.rewrites import Condenser, added_in_place, beside_products, gathered_in_8_bits
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.parallelism.stage_writer import StageKernels
+from e2e.parallelism.tensor_parallel import ATTENTION, EXPERTS
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
 from e2e.step.options import StepOptions, recipe_of
@@ -89,8 +87,6 @@ ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, .
 MANY_KERNELS = 100_000
 # Configuration keys of the number of layers.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
-# Recipe for which torchao gathers weights in 8 bits.
-GATHERED_PRECISION = "fp8-tensorwise"
 # Configuration key of the number of leading layers without experts.
 DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
@@ -150,12 +146,7 @@ def build(
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
-    _check_offload(spec, step, name, layer_count(config, name), host_bandwidth)
-    if spec.gather_dtype == "float8" and step.precision != GATHERED_PRECISION:
-        raise InputError(
-            f"{name}: gather-dtype=float8 gathers what is multiplied in 8 bits; give --precision {GATHERED_PRECISION}, "
-            "the recipe that torchao has it for"
-        )
+    _check_offload(spec, step, name, host_bandwidth)
 
     node_ranks, samples = _node_ranks(spec, node_gpus), step.batch_size or 1
 
@@ -178,8 +169,6 @@ def build(
         clipped = spec.sharing == 3 and stack.shards_stay and bool(spec.clip)
         host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole, clipped=clipped)
     captured = _run_by(captured, stack, spec)
-    if spec.splits_backward:
-        captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
     recipe = recipe_of(step.precision, step.dtype)
     if recipe is not None and recipe.weights_kept and spec.sequence_parallel:  # Transformer Engine's
         captured = replace(
@@ -227,8 +216,8 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """Return the fields of ``spec`` that change a rank's layers."""
-    tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
-    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
+    tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.micro_batches
+    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -328,11 +317,6 @@ def _plan(
     trained = captured.trained or shapes
     owned = [shape for chunk in chunks for name in chunk for shape in trained[captured.pieces.captured(name, layers)]]
     items, calls, needed = optimizers.of(owned)
-    gathered = dict(parameters)
-    if spec.gather_dtype == "float8":
-        for name, narrow in captured.eight_bits.items():
-            sizes = enumerate(parameters[name])
-            gathered[name] = tuple(size // element if place in narrow else size for place, size in sizes)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
@@ -345,9 +329,8 @@ def _plan(
     if captured.trained is None:
         frozen = {}
     return StagePlan(
-        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen,
-        gathered_bytes=gathered,
-    )  # fmt: skip
+        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen
+    )
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -395,13 +378,8 @@ def _left_on_gpu(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tupl
     return [(max(round(shape[0] * (1.0 - spec.offloaded_state)), 1), *shape[1:]) for shape in shapes]
 
 
-def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, layers: int, host_bandwidth: float | None) -> None:
-    """Raise ``InputError`` if the layout cannot be offloaded to the host."""
-    if spec.offloaded_layers >= max(layers, 1):
-        raise InputError(
-            f"{name}: offload-layers={spec.offloaded_layers}: of {layers} layers at most {layers - 1} go to the host; "
-            "what the last one leaves is needed at once"
-        )
+def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, host_bandwidth: float | None) -> None:
+    """Raise ``InputError`` if the optimizer cannot be offloaded to the host."""
     if not spec.offloaded_state:
         return
     if step.dtype in ("bfloat16", "float16") and not spec.master_weights:
@@ -445,19 +423,13 @@ def _source(
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import add_adapters, apply_forms
     from e2e.capture.models.stacks import apply_stack
-    from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
+    from e2e.parallelism import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     stack, samples = stack_of(step.stack), step.batch_size or 1
     # Training mode also for inference, since gradients mark the borders of the parts.
-    options = replace(
-        step,
-        mode="train",
-        optimizer=step.optimizer or stack.optimizer_form,
-        attention=step.form,
-        weights_arrive=spec.gather_dtype == "float8",
-    )
+    options = replace(step, mode="train", optimizer=step.optimizer or stack.optimizer_form, attention=step.form)
     attention = transformer.library_form(step.form)
     layers = layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
@@ -491,7 +463,7 @@ def _source(
         whole = spec.expert_tensor < spec.tp
         tensor_parallel.shard(model, found, spec.tp, bool(spec.sequence_parallel), name, whole, stack.loss_parallel)
     if spec.cp > 1:
-        context_parallel.split_attention(model, spec.cp, attention, spec.context_form, spec.head_ranks)
+        context_parallel.split_attention(model, spec.cp, attention, spec.context_form)
     if spec.ep > 1:
         exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
         expert_parallel.divide(model, found, exchange, name)
@@ -523,7 +495,7 @@ def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spe
     functions.
     """
     inside = (item for item in captured.pieces.forward[1].items if isinstance(item, LayerCollective))
-    if spec.cp > 1 and not any(item.group.startswith("cp") for item in inside):
+    if spec.cp > 1 and not any(item.group == "cp" for item in inside):
         kind = config["model_type"]
         raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")
 

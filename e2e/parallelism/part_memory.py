@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from e2e.step.caching_allocator import whole_blocks
-from e2e.step.memory import Lifetime, lifetimes, role_of
+from e2e.step.memory import Lifetime, lifetimes, role_of, whole_blocks
 from e2e.step.operator_trace import OperatorTrace, tensors
 
 # Cast of a weight with both copies, which Transformer Engine keeps for the micro-batches of a step.

@@ -3,8 +3,6 @@
 ``gpipe``: all forward, then all backward passes (Huang et al., arXiv 1811.06965). ``1f1b``: as few forward passes ahead
 as the following stages need, then one of each in turn (Narayanan et al., arXiv 2104.04473, figure 4). ``interleaved``:
 every stage has several parts of the model, which divides the bubble by their number (same paper, section 2.2).
-``zero-bubble``: as ``1f1b``, with gradients of weights separate (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3): stage
-i computes those of a micro-batch i backward passes later, and the remaining ones where it would wait at the end.
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ from typing import Literal
 
 from e2e.parallelism.spec import ParallelSpec
 
-PassDirection = Literal["forward", "backward", "weights"]
+PassDirection = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """Pass of ``micro_batch`` through part ``chunk`` of the stage, or its message: of its output (``send``) or its
     input (``receive``).
-
-    ``weights``: gradients of weights, if separate from the backward pass.
     """
 
     direction: PassDirection
@@ -45,27 +41,8 @@ def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     forward = [_forward(place, spec) for place in range(count)]
     backward = [_backward(place, spec) for place in range(count)]
     ahead = warm_up(spec, stage)
-    if spec.splits_backward:
-        return tuple(_with_weights(forward, backward, ahead, stage))
     steady = zip(forward[ahead:], backward, strict=False)
     return (*forward[:ahead], *(each for pair in steady for each in pair), *backward[count - ahead :])
-
-
-def _with_weights(forward: list[Command], backward: list[Command], ahead: int, stage: int) -> Iterator[Command]:
-    """Yield ``ahead`` forward passes, then one of each in turn, with gradients of weights ``stage`` backward passes
-    late.
-    """
-    yield from forward[:ahead]
-    late = 0
-    for place, each in enumerate(backward):
-        following = forward[ahead + place : ahead + place + 1]
-        yield from following
-        yield each
-        if place >= stage or not following:
-            yield Command("weights", late)
-            late += 1
-    for micro_batch in range(late, len(backward)):
-        yield Command("weights", micro_batch)
 
 
 def warm_up(spec: ParallelSpec, stage: int) -> int:
@@ -78,7 +55,7 @@ def warm_up(spec: ParallelSpec, stage: int) -> int:
     count = spec.micro_batches * spec.virtual_stages
     if spec.schedule == "gpipe":
         return count
-    if spec.schedule in ("1f1b", "zero-bubble"):
+    if spec.schedule == "1f1b":
         return min(spec.pp - stage - 1, count)
     return min(2 * (spec.pp - stage - 1) + (spec.virtual_stages - 1) * spec.pp, count)
 
@@ -86,11 +63,7 @@ def warm_up(spec: ParallelSpec, stage: int) -> int:
 def in_flight(spec: ParallelSpec, stage: int) -> int:
     """Return the largest number of forward passes of parts whose backward pass is still to come, for which activations
     are kept.
-
-    Inputs of products are kept until their weights' gradients are computed, counted as all activations.
     """
-    if spec.splits_backward:
-        return min(spec.pp, spec.micro_batches)
     return min(warm_up(spec, stage) + 1, spec.micro_batches * spec.virtual_stages)
 
 
@@ -130,9 +103,7 @@ def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator
     part = part_of(spec, stage, command.chunk)
     first, last = part == 0, part == spec.stages - 1
     at = (command.micro_batch, command.chunk)
-    if command.direction == "weights":
-        yield command
-    elif command.direction == "forward":
+    if command.direction == "forward":
         if not first:
             yield Command("forward", *at, "receive")
         yield command

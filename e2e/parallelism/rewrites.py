@@ -1,4 +1,4 @@
-"""Changes to the captured parts of a step: products in chunks, gradients of weights apart or in place, merged kernels.
+"""Changes to the captured parts of a step: products in chunks, gradients of weights in place, merged kernels.
 
 **Chunks** (``tp-overlap=yes``), as in Transformer Engine's user buffers (``tp_comm_overlap`` of NeMo and Megatron-LM)
 and torchtitan's async tensor parallelism, with sequence parallelism among ``tp`` ranks:
@@ -15,10 +15,7 @@ In 8 bits Transformer Engine gathers data after the cast (``with_quantized_all_g
 without overlap: every rank casts its own part of the sequence, half the bytes are sent, and the copy for the gradient
 of the weights is transposed afterwards (:func:`gathered_in_8_bits`).
 
-**Gradients of weights** are separated from those of activations for zero-bubble schedules (Qi et al., arXiv
-2401.10241), or accumulate in place. A backward pass is split into two parts that may be computed at different times:
-the gradients of activations, which the previous stage waits for, and the products of weight gradients, which are needed
-only by the optimizer.
+**Gradients of weights** accumulate in place in Megatron-LM: their products add to the values of earlier passes.
 
 **Merged kernels** (:class:`Condenser`), for models of very many kernels: a run of ``kernels`` launches becomes one
 task, first all of its host time, then all of its device time. Host and device still overlap run by run; the order
@@ -33,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from costmodel.operators.device_work import Elementwise, Gemm, Rearrangement, ScaledCast, ScaledGemm
-from e2e.parallelism.pieces import Item, LayerCollective, Name, Part, Pieces, Ready, Work
+from e2e.parallelism.pieces import Item, LayerCollective, Pieces, Ready, Work
 from e2e.price.pricing import HostOverheads, HostPrices, fitted, launching_calls
 from e2e.step.execution_graph import CallInfo, HostWork, Kernel, OverheadKind
 
@@ -238,62 +235,6 @@ def _is_product(item: Item | None) -> bool:
 
 
 Product = Gemm | ScaledGemm
-
-
-def apart(pieces: Pieces, element_bytes: int) -> Pieces:
-    """Return ``pieces`` with gradients of weights moved from the backward parts to ``weights`` and, added to those of
-    earlier passes, ``added_weights``.
-
-    ``element_bytes``: bytes of a gradient's element.
-    """
-
-    def parts(given: Mapping[Name, Part]) -> tuple[dict[Name, Part], dict[Name, Part]]:
-        cut = {name: split(part.items, element_bytes) for name, part in given.items()}
-        return (
-            {name: replace(given[name], items=activations) for name, (activations, _) in cut.items()},
-            {name: Part(weights) for name, (_, weights) in cut.items()},
-        )
-
-    backward, weights = parts(pieces.backward)
-    accumulate, added = parts(pieces.accumulate)
-    return replace(pieces, backward=backward, accumulate=accumulate, weights=weights, added_weights=added)
-
-
-def split(items: Sequence[Item], element_bytes: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Split the items of a backward pass: gradients of weights with their dependent items, and all other items
-    (returned first).
-
-    The product of a weight's gradient is the last one before the gradient is complete whose output has its size.
-    """
-    moved: set[int] = set()
-    for place, item in enumerate(items):
-        if isinstance(item, Ready):
-            moved.add(place)
-            moved.update(_making(items, place, item.size_bytes // element_bytes, moved))
-    weights: list[Item] = []
-    for place in sorted(moved):
-        item = items[place]
-        if isinstance(item, Work):
-            weights.append(HostWork("T5", item.call))
-        weights.append(item)
-    return tuple(item for place, item in enumerate(items) if place not in moved), tuple(weights)
-
-
-def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -> list[int]:
-    """Return the indices of the product of a gradient with ``elements``, and of its addition to the gradient of earlier
-    passes.
-    """
-    added: list[int] = []
-    for place in range(ready - 1, -1, -1):
-        item = items[place]
-        if not isinstance(item, Work) or place in moved or len(item.operators) != 1:
-            continue
-        operator = item.operators[0]
-        if isinstance(operator, Gemm) and operator.batch * operator.m * operator.n == elements:
-            return [*added, place]
-        if isinstance(operator, Elementwise) and operator.kind == "add" and operator.elements == elements and not added:
-            added = [place]
-    return []
 
 
 def added_in_place(pieces: Pieces, element_bytes: int, dtype: str) -> Pieces:

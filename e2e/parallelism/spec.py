@@ -7,8 +7,7 @@
                    keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); they also shard
                    parameters with ``fsdp``, or without it with ``zero``
 ``cp-form``        ``gather`` (default), ``ring``: block by block, merged in FP32, as in PyTorch's context_parallel, or
-                   ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509),
-                   ``a2a+gather`` and ``a2a+ring``: among ``cp-inside`` neighbours, the other form among the rest
+                   ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509)
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
                    tokens are sent to the ranks of their experts and back; ``--routing`` gives their distribution
@@ -21,8 +20,7 @@
 ``pp``             pipeline stages, with the same number of layers except at the ends
 ``first-layers``   layers of the first part of the model, if different from the others; ``last-layers``: of the last
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
-``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
-                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage)
+``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
@@ -42,9 +40,6 @@
 ``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: that of the stack
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 ``tp-overlap``     ``yes``: gathers and scatters of ``sp`` overlap their products, piece by piece
-``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
-                   fp8-tensorwise``); ``same`` (default): in the type of the passes
-``offload-layers`` number of leading layers whose activations are offloaded to the host during the passes
 ``offload-optimizer`` fraction of the optimizer state that is on the host, and updated there; 1 with ``zero=3``: shards
                    and gradients too, which are copied before every gather and after every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
@@ -60,10 +55,10 @@ from typing import Any, Literal, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
+Schedule = Literal["1f1b", "interleaved", "gpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
-ContextForm = Literal["gather", "ring", "a2a", "a2a+gather", "a2a+ring"]
+ContextForm = Literal["gather", "ring", "a2a"]
 
 BUCKET_MB = 25
 RECOMPUTED_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe_act")
@@ -103,10 +98,7 @@ class ParallelSpec:
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
     context_form: ContextForm = "gather"
-    context_inside: int = 1
     expert_tp: int | None = None
-    gather_dtype: Literal["same", "float8"] = "same"
-    offloaded_layers: int = 0
     offloaded_state: float = 0.0
     clip: bool | None = None
     inference: bool = False
@@ -125,11 +117,6 @@ class ParallelSpec:
     def contributors(self) -> int:
         """Number of ranks with the same part of the model and different tokens, whose gradients are summed."""
         return self.replicas * self.cp
-
-    @property
-    def head_ranks(self) -> int:
-        """Number of context-parallel neighbours that exchange tokens for heads."""
-        return self.cp if self.context_form == "a2a" else self.context_inside
 
     @property
     def sharing(self) -> int:
@@ -174,11 +161,6 @@ class ParallelSpec:
         return bool(self.master_weights) and self.sharing == 3
 
     @property
-    def splits_backward(self) -> bool:
-        """True if gradients of weights are computed separately from those of activations."""
-        return self.schedule == "zero-bubble"
-
-    @property
     def stages(self) -> int:
         """Number of parts of the layers."""
         return self.pp * self.virtual_stages
@@ -220,11 +202,9 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
 # Keys for training only.
 _OF_TRAINING: tuple[str, ...] = (
-    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb"),
-    "overlap",
-    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch", "gather-dtype"),
-    *("offload-layers", "offload-optimizer", "clip"),
-)
+    "fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb",
+    "overlap", "master-weights", "reduce-dtype", "overlap-gather", "prefetch", "offload-optimizer", "clip",
+)  # fmt: skip
 
 
 def for_inference(spec: ParallelSpec) -> ParallelSpec:
@@ -336,14 +316,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             "ep-dispatch and ep-overlap need experts that are divided: ep=2 or more",
         ),
         (spec.cp == 1 and spec.context_form != "gather", "cp-form is for ranks that share sequences: cp=2 or more"),
-        (
-            spec.context_form.startswith("a2a+") != (spec.context_inside > 1),
-            "cp-inside=2 or more goes with cp-form=a2a+gather and a2a+ring: so many neighbours exchange heads",
-        ),
-        (
-            spec.context_inside > 1 and (spec.cp % spec.context_inside or spec.context_inside == spec.cp),
-            f"cp-inside={spec.context_inside} must divide cp={spec.cp} and be less (cp-form=a2a: among all)",
-        ),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (
             spec.micro_batches * spec.pp > MOST_PASSES,
@@ -356,8 +328,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             "overlap-gather=yes is for zero=1 or 2",
         ),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
-        (spec.gather_dtype != "same" and spec.sharing != 3, "gather-dtype is for zero=3, which gathers layer by layer"),
-        (spec.offloaded_layers and spec.pp > 1, "offload-layers is for layers of one stage: pp=1"),
         (
             0 < spec.offloaded_state < 1 and spec.sharing == 3,
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none of them",
@@ -437,7 +407,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
     "cp-form": ("context_form", _one_of(*get_args(ContextForm))),
-    "cp-inside": ("context_inside", _count),
     "ep": ("ep", _count),
     "etp": ("expert_tp", _count),
     "ep-dispatch": ("dispatch", _one_of("alltoall", "deepep")),
@@ -461,8 +430,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap-gather": ("overlap_gather", _flag),
     "prefetch": ("prefetch", _natural),
     "tp-overlap": ("tp_overlap", _flag),
-    "gather-dtype": ("gather_dtype", _one_of("same", "float8")),
-    "offload-layers": ("offloaded_layers", _natural),
     "offload-optimizer": ("offloaded_state", _share),
     "clip": ("clip", _flag),
 }

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from e2e.parallelism.host_offload import ActivationOffload, HostAdam, HostSeconds, HostShards
-from e2e.parallelism.part_memory import PartMemory
+from e2e.parallelism.host_offload import HostAdam, HostSeconds, HostShards
 from e2e.parallelism.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
@@ -64,8 +63,6 @@ class StagePlan:
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
     # Expert-parallel ranks in one node (None: all).
     node_ranks: int | None = None
-    # Parameters as gathered by ``zero=3``, if some are in 8 bits.
-    gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
     # Speed of updates on the host.
     host: HostSeconds = field(default_factory=HostSeconds)
     # See :class:`e2e.capture.models.stacks.Stack`, also for the next two fields.
@@ -82,9 +79,13 @@ class StagePlan:
         every = self.spec.recompute_every
         return isinstance(name, int) and self.spec.recompute != "none" and name % every == every - 1
 
+    def sizes(self, name: Name) -> Sequence[int]:
+        """Return the bytes of each parameter of part ``name``."""
+        return self.parameter_bytes[self.captured(name)]
+
     def size(self, name: Name) -> int:
         """Return the bytes of the parameters of part ``name``."""
-        return sum(self.parameter_bytes[self.captured(name)])
+        return sum(self.sizes(name))
 
     def trained(self, name: Name) -> int:
         """Return the bytes of the trained parameters of part ``name``."""
@@ -106,35 +107,14 @@ class StagePlan:
         With ``frozen`` also of parameters that are not trained.
         """
         if len(families) == 1 and (frozen or not self.frozen_bytes):
-            return [families[0].share(size) for size in self.parameter_bytes[self.captured(name)]]
+            return [families[0].share(size) for size in self.sizes(name)]
         return [family.share(self.size_of(family, [name], frozen)) for family in families]
-
-    def gathered(self, name: Name) -> Sequence[int]:
-        """Return the bytes of the parameters of part ``name`` as they are gathered."""
-        captured = self.captured(name)
-        return self.gathered_bytes.get(captured, self.parameter_bytes[captured])
-
-    def narrow(self, name: Name) -> tuple[int, ...]:
-        """Return the bytes, in the type of the passes, of the parameters gathered in 8 bits."""
-        whole = self.parameter_bytes[self.captured(name)]
-        return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
 
     def stays_whole(self, names: Sequence[Name], place: int) -> bool:
         """True if ``zero=3`` keeps the part at ``place`` of ``names`` gathered after its forward pass: the last part,
         which begins the backward pass, and the last layer if the stack keeps it.
         """
         return place + 1 == len(names) or (self.keeps_last and names[place] == self.layers - 1)
-
-    def kept_bytes(self, name: Name) -> int:
-        """Return the bytes kept by the forward pass through part ``name`` for the backward pass on one rank."""
-        memory = self.pieces.memory.get(self.captured(name), PartMemory())
-        sizes = {event.storage: event.size for event in memory.forward if event.size}
-        kept = memory.kept(self.spec.recompute) if self.runs_again(name) else memory.left
-        return sum(sizes[storage] for storage in kept)
-
-    def offloaded(self, name: Name) -> bool:
-        """True if the activations of part ``name`` are offloaded to the host."""
-        return isinstance(name, int) and name < self.spec.offloaded_layers
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -165,8 +145,7 @@ class _Stage:
         self.groups = StageGroups(plan.spec, plan.stage)
         inside = {
             "tp": self.groups.tensor,
-            "cp": self.groups.context_rest,
-            "cp heads": self.groups.context_heads,
+            "cp": self.groups.context,
             "ep": self.groups.expert,
             "ep inside nodes": self.groups.expert_inside(plan.node_ranks),
             "ep across nodes": self.groups.expert_across(plan.node_ranks),
@@ -177,32 +156,27 @@ class _Stage:
         self.gradients_sharded = plan.spec.sharing >= 2
         self.kernels = StageKernels(plan.spec, plan.element_bytes)
         # Parts whose parameters are still in shares after the optimizer of the previous step.
-        self.shared: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
+        self.ungathered: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
         self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
         self.pending: list[int] = []  # gradients copied into buckets, to be copied back
         # Layers that are whole now -> event of their all-gather, None after the copy out of its buffer.
         self.gathered: dict[Name, int | None] = {}
-        sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
-        self.offload = ActivationOffload(self.writer, sizes)
         on_host = self.sharded and self.spec.offloaded_state > 0
         self.host_shards = HostShards(self.writer, self.kernels, plan.host, plan.shards_stay) if on_host else None
 
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
         passes = [(place, each) for place, each in enumerate(program) if each.message is None]
-        ending = "weights" if self.spec.splits_backward else "backward"
-        last = {each.chunk: place for place, each in passes if each.direction == ending}
-        if self.shared:
+        last = {each.chunk: place for place, each in passes if each.direction == "backward"}
+        if self.ungathered:
             self.rank.after(GATHER, COMPUTE)  # work of the previous step on that stream
         for place, command in enumerate(program):
             if command.message is not None:
                 self._message(command)
             elif command.direction == "forward":
                 self._forward(command)
-            elif command.direction == "backward":
-                self._backward(command, place == last[command.chunk])
             else:
-                self._weights(command, place == last[command.chunk])
+                self._backward(command, place == last[command.chunk])
         if self.spec.inference:
             return self.rank.finish()
         self._reduce_rest()
@@ -221,7 +195,6 @@ class _Stage:
             self._await_together(name)
             self._whole(names, place)
             self._play(self.plan.pieces.forward[self.plan.captured(name)].items)
-            self.offload.send(name)
             if not self.plan.stays_whole(names, place):
                 self.gathered.pop(name, None)
 
@@ -237,24 +210,9 @@ class _Stage:
             for place, name in enumerate(names):
                 captured = self.plan.captured(name)
                 self._whole(names, place)
-                self.offload.fetch(name, names[place + 1 : place + 2])
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
-                if not self.spec.splits_backward:
-                    self._scatter(name, fresh, final)
-            if not self.spec.splits_backward:
-                self._end_of_pass(names, fresh, final)
-
-    def _weights(self, command: Command, final: bool) -> None:
-        """Write the weight gradients that the backward pass of the same micro-batch has deferred."""
-        names = tuple(reversed(self.plan.chunks[command.chunk]))
-        fresh, pieces = command.micro_batch == 0, self.plan.pieces
-        parts = pieces.weights if fresh or self.gradients_sharded else pieces.added_weights
-        with self.writer.backward():
-            for name in names:
-                items = parts[self.plan.captured(name)].items
-                self._play(items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self._scatter(name, fresh, final)
             self._end_of_pass(names, fresh, final)
 
@@ -303,9 +261,9 @@ class _Stage:
 
     def _put_together(self, name: Name) -> None:
         """All-gather the parameters of ``name`` that the ranks updated in shares, in place, before their first use."""
-        if name not in self.shared:
+        if name not in self.ungathered:
             return
-        self.shared.discard(name)
+        self.ungathered.discard(name)
         for family, size in self._sizes([name]):
             self._meet("all_gather", f"shards{family.label} of stage", family.sharded, family.share(size), GATHER)
             self.gathered[name] = self.rank.record_event(GATHER)
@@ -322,12 +280,7 @@ class _Stage:
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
         if self.host_shards is not None:
             self.host_shards.fetch(self.plan.shares(self.groups.families, name, frozen=True))
-        narrow = self.groups.families[0].share(sum(self.plan.narrow(name)))
-        if narrow:  # parameters of linear layers, which are in the first family
-            self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
-            family, share = shares[0]
-            shares[0] = family, share - narrow + narrow // self.plan.element_bytes
-        size = sum(size for _, size in shares) - narrow // self.plan.element_bytes
+        size = sum(size for _, size in shares)
         stays = self.host_shards is not None and self.host_shards.stay
         copy_in = self.kernels.move("concat", size) if stays else self.kernels.shards_in(size)
         self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
@@ -342,7 +295,7 @@ class _Stage:
             return
         self.gathered[name] = None
         self.rank.wait_event(event, COMPUTE)
-        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", sum(self.plan.gathered(name))),))
+        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", self.plan.size(name)),))
         # The next gather may reuse the buffer after the copy out of it.
         self.rank.after(GATHER, COMPUTE)
 
@@ -492,7 +445,6 @@ class _Stage:
         if self.spec.offloaded_state:
             self._optimize_on_host()
             self.rank.after(COMPUTE, RELOAD)
-        self._find_scales()
         if self.spec.sharing in (1, 2) and not self.spec.overlap_gather:
             self.rank.after(GATHER, COMPUTE)
             for family, size in self._sizes(self.plan.names):
@@ -533,16 +485,3 @@ class _Stage:
             held = sum(family.share(size) if self.spec.sharing else size for family, size in self._sizes([name]))
             adam.update(int(held * self.spec.offloaded_state))
         adam.finish()
-
-    def _find_scales(self) -> None:
-        """Find the scales of weights gathered in 8 bits, once per step: maxima of the shards, then over all ranks
-        (``precompute_float8_dynamic_scale_for_fsdp`` of torchao).
-        """
-        weights = [size for name in self.plan.names for size in self.plan.narrow(name)]
-        if not self.sharded or not weights:
-            return
-        family = self.groups.families[0]
-        self.writer.kernel("aten::_foreach_norm", (self.kernels.shards_searched(family.share(sum(weights))),))
-        self.rank.after(GATHER, COMPUTE)
-        self._meet("all_reduce", "scales of stage", family.sharded, 4 * len(weights), GATHER)
-        self.rank.after(COMPUTE, GATHER)

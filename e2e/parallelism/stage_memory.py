@@ -18,9 +18,8 @@ of the schedule, in addition to the permanent storages. Additions of each form o
 * ``zero=1|2`` without such a buffer (DeepSpeed's stages, which reduce in the same way): a gradient is copied into a
   bucket; with ``zero=2`` it is then freed, and only the rank's share stays.
 * Inference: all storages of a part are freed after its forward pass.
-* Offloading: the activations kept by a layer are copied to the host while the next layer runs, and back one layer
-  before they are needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are
-  gradients nor shards, except DeepSpeed's shards, in the type of the passes.
+* Offloading: the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are gradients nor
+  shards, except DeepSpeed's shards, in the type of the passes.
 * Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are
   permanent, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
   distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
@@ -125,7 +124,7 @@ def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
 
 def _shortened(spec: ParallelSpec) -> ParallelSpec:
     """Reduce the number of micro-batches if more change nothing: to the most in flight, and two more."""
-    enough = {"1f1b": spec.pp + 2, "zero-bubble": 2 * spec.pp + 2, "interleaved": 4 * spec.pp}
+    enough = {"1f1b": spec.pp + 2, "interleaved": 4 * spec.pp}
     count = min(spec.micro_batches, enough.get(spec.schedule, spec.micro_batches))
     return replace(spec, micro_batches=count)
 
@@ -160,9 +159,6 @@ class _Replay(AllocationReplay):
         self.fetches = self.on_host and not self.keeping.shards_stay
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
-        # Pass that is being copied to the host, and passes on the host: storages with their sizes.
-        self.leaving: Hashable | None = None
-        self.away: dict[Hashable, dict[int, int]] = {}
         # Gather group of the parts before and after the layers; each pipeline stage has a group of its own parts only.
         self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
         self._hold_throughout()
@@ -193,7 +189,7 @@ class _Replay(AllocationReplay):
                     self.take(("shard", name, place), size * keeping.shard, "parameters")
         else:
             for name in plan.names:
-                for place, size in enumerate(plan.parameter_bytes[plan.captured(name)]):
+                for place, size in enumerate(plan.sizes(name)):
                     self.take(("parameter", name, place), size, "parameters")
         if keeping.accumulates:
             # Buffers of parameters and gradients; the original parameters of the layers are freed.
@@ -237,7 +233,7 @@ class _Replay(AllocationReplay):
         """Return the bytes of the trained parameters of a part."""
         plan = self.plan
         if not plan.frozen_bytes:
-            return list(plan.parameter_bytes[plan.captured(name)])
+            return list(plan.sizes(name))
         return [plan.trained(name)]
 
     def _shares(self, name: Name, frozen: bool = False) -> list[int]:
@@ -256,7 +252,7 @@ class _Replay(AllocationReplay):
             if command.direction == "forward":
                 self._begin("forward")
                 self._forward(command, names)
-            elif command.direction == "backward":
+            else:
                 self._begin("backward")
                 self._backward(command, tuple(reversed(names)), fresh)
                 if self.gathers and self.spec.sharing == 1 and place == last[command.chunk]:
@@ -297,7 +293,6 @@ class _Replay(AllocationReplay):
                         self._drop_storage(key, storage)
             else:
                 self._play(memory.forward, key, elsewhere=received)
-            self._send(key if self.plan.offloaded(name) else None)
             if self.spec.inference:
                 for storage in list(self.storages.pop(key, ())):
                     self._drop_storage(key, storage)
@@ -315,8 +310,6 @@ class _Replay(AllocationReplay):
                 self._gather_ahead(following)
             memory = self.memories[name]
             key = command.micro_batch, command.chunk, name
-            for each in names[place : place + 2]:
-                self._bring_back((command.micro_batch, command.chunk, each))
             received = self._received(command, name)
             if self.plan.runs_again(name):
                 self._play(memory.forward, key, elsewhere=received)
@@ -344,22 +337,6 @@ class _Replay(AllocationReplay):
         if name == names[-1] and self._sends(command.chunk):
             found |= _largest(event for event in memory.backward if event.storage < 0)
         return frozenset(found)
-
-    # --- activations on the host ---------------------------------------------------------------------
-
-    def _send(self, key: Hashable | None) -> None:
-        """Free the storages of the previous layer, which are on the host by now; ``key``: next pass to be offloaded."""
-        if self.leaving is not None:
-            storages = list(self.storages.get(self.leaving, ()))
-            blocks = {storage: self.blocks.get((self.leaving, storage)) for storage in storages}
-            self.away[self.leaving] = {storage: held[0].size for storage, held in blocks.items() if held is not None}
-            for storage in storages:
-                self._drop_storage(self.leaving, storage)
-        self.leaving = key
-
-    def _bring_back(self, key: Hashable) -> None:
-        for storage, size in self.away.pop(key, {}).items():
-            self._take_storage(key, storage, size, "activations")
 
     def _play(
         self,
@@ -465,7 +442,7 @@ class _Replay(AllocationReplay):
                 for each in group:
                     for place, size in enumerate(self._shares(each, frozen=True)):
                         self.take(("fetched", each, place), size, "buffers", GATHERED)
-            size = sum(sum(self.plan.gathered(each)) for each in group)
+            size = sum(self.plan.size(each) for each in group)
             self.take(("gathering", group), size, "buffers", GATHERED)
             for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "fetched"]:
                 self.drop(key)
@@ -479,7 +456,7 @@ class _Replay(AllocationReplay):
             return
         self._gather_ahead(name)
         for each in group:
-            for place, size in enumerate(self.plan.gathered(each)):
+            for place, size in enumerate(self.plan.sizes(each)):
                 self.take(("whole", each, place), size, "buffers")
         self.gathered.add(group)
         self._gathered_last()
@@ -506,7 +483,7 @@ class _Replay(AllocationReplay):
         if group in self.gathered:
             self.gathered.discard(group)
             for each in group:
-                for place in range(len(self.plan.parameter_bytes[self.plan.captured(each)])):
+                for place in range(len(self.plan.sizes(each))):
                     self.drop(("whole", each, place))
 
 

@@ -80,16 +80,6 @@ class StageGroups:
         return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
 
     @cached_property
-    def context_heads(self) -> tuple[int, ...]:
-        """Neighbours among the context-parallel ranks that exchange tokens for heads."""
-        return self.context[: self.spec.head_ranks]
-
-    @cached_property
-    def context_rest(self) -> tuple[int, ...]:
-        """Context-parallel ranks with the same heads."""
-        return self.context[:: self.spec.head_ranks]
-
-    @cached_property
     def expert(self) -> tuple[int, ...]:
         """Ranks that divide the experts."""
         return tuple(self.rank + place * self.spec.expert_tensor for place in range(self.spec.ep))
@@ -126,7 +116,6 @@ class StageGroups:
 
 
 SIZES = {2: "bfloat16", 4: "float32"}
-NARROW = "float8"
 MASTER = "float32"
 MASTER_BYTES = 4
 
@@ -168,17 +157,6 @@ class StageKernels:
         """Return a copy of parameters or gradients."""
         elements = self._elements(size)
         return Rearrangement(kind, elements, elements, self.dtype)
-
-    def shards_cast(self, size: int) -> Elementwise:
-        """Return the cast of shards of ``size`` bytes into the 8-bit gather buffer (``fsdp_pre_all_gather`` of
-        torchao).
-        """
-        return self._cast(size, MASTER if self.spec.sharded_masters else self.dtype, NARROW)
-
-    def shards_searched(self, size: int) -> Reduction:
-        """Return the search for the maxima of shards of ``size`` bytes, for 8-bit scales."""
-        dtype = MASTER if self.spec.sharded_masters else self.dtype
-        return Reduction("max", self._elements(size), 1, dtype)
 
     def shards_in(self, size: int) -> Rearrangement | Elementwise:
         """Return the copy of shards of ``size`` bytes into the gather buffer; FP32 masters are cast to the type of the

@@ -31,19 +31,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, open_file, read_text
+from costmodel.base.input_files import MALFORMED, open_file
 from costmodel.base.output_files import write_whole
+from costmodel.machines.record_file import read_record
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
 from e2e.price.pricing import HostOverheads
 from e2e.step.operator_trace import MARKED_GAPS, is_multi_tensor
 
 if TYPE_CHECKING:
-    from e2e.traces.formats.kineto import KinetoTrace
+    from e2e.traces.kineto import KinetoTrace
 
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
@@ -125,9 +127,9 @@ class OverheadTable:
     defaults: Mapping[OverheadPart, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
-    # Factor by which the host's times may be shorter or longer; 1 for a table of the user's own host.
+    # Width of the interval: the host's times may be this factor shorter or longer; 1 for the user's own host.
     factor: float = 1.0
-    # Ratio of the host's times to those of the shared table.
+    # Ratio of the host's times to those of the shared table, by which times of tensor lists are scaled.
     level: float = 1.0
     # Kind -> growth of pieces with the operators inside them.
     growth: Mapping[OverheadPart, Growth] = field(default_factory=dict)
@@ -306,13 +308,23 @@ def _weighted_median(values: Sequence[tuple[float, int]]) -> float:
     return found[-1][0]
 
 
-_FORMAT = 1
+@dataclass(frozen=True)
+class _TableFile:
+    """Content of a file of :func:`save_table`; rows are the fields of :class:`Mean`."""
+
+    format: Literal[1]
+    name: str
+    means: Mapping[OverheadPart, Mapping[str, tuple[float, int, float, float]]]
+    sources: tuple[Provenance, ...]
+    inflation: Inflation | None
+    factor: Annotated[float, Ge(1)] = 1.0
+    level: Annotated[float, Gt(0)] = 1.0
 
 
 def save_table(table: OverheadTable, path: Path) -> None:
     """Write ``table`` as JSON for :func:`load_table`; raise ``OutputError`` if it cannot be written."""
     document = {
-        "format": _FORMAT,
+        "format": 1,
         "name": table.name,
         "factor": table.factor,
         "level": table.level,
@@ -330,47 +342,18 @@ def save_table(table: OverheadTable, path: Path) -> None:
 
 def load_table(path: Path) -> OverheadTable:
     """Read the table in ``path``; raise :class:`InputError` naming the file if it is missing or not such a table."""
-    document = _read_json(path, "install the package again")
+    content = read_record(path, _TableFile, "install the package again")
     try:
-        if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']}")
-        means: dict[OverheadPart, dict[str, Mean]] = {
-            kind: {name: Mean(row[0], int(row[1]), row[2], row[3]) for name, row in document["means"][kind].items()}
-            for kind in KINDS
-        }
-        sources = tuple(Provenance(**source) for source in document["sources"])
-        inflation = Inflation(**document["inflation"]) if document["inflation"] else None
-        # Tables of a single host, fitted before the factor was stored, have none.
-        factor = float(document.get("factor", 1.0))
-        if not factor >= 1.0:
-            raise ValueError(f"factor {factor:g}, must be at least 1")
-        level = float(document.get("level", 1.0))
-        if not level > 0.0:
-            raise ValueError(f"level {level:g}, must be above 0")
-        return replace(complete_table(document["name"], means, sources, inflation), factor=factor, level=level)
+        means = {kind: {name: Mean(*row) for name, row in content.means[kind].items()} for kind in KINDS}
+        table = complete_table(content.name, means, content.sources, content.inflation)
     except MALFORMED as error:
         raise InputError(f"{path}: not a table of host overheads ({error}); install the package again") from None
+    return replace(table, factor=content.factor, level=content.level)
 
 
 def load_inflation(path: Path) -> Inflation:
     """Read the inflation model in ``path``; raise :class:`InputError` naming the file."""
-    document = _read_json(path, "restore it from the repository")
-    try:
-        return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
-    except KeyError as error:
-        raise InputError(f"{path}: no {error}; it needs operator_seconds, call_seconds and origin") from None
-
-
-def _read_json(path: Path, advice: str) -> dict[str, Any]:
-    try:
-        document = decoded(read_text(path, "record"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); {advice}") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path}: not a JSON object; {advice}")
-    return document
+    return read_record(path, Inflation, "restore it from the repository")
 
 
 def _rounded(mean: Mean) -> list[float]:
@@ -426,7 +409,7 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
     if is_table(path):
         return load_table(path)
     from e2e.price.overhead_samples import extract
-    from e2e.traces.formats.kineto import read_kineto
+    from e2e.traces.kineto import read_kineto
     from e2e.traces.recorded_run import expand_files
 
     profiles = [extract(read_kineto(file)) for file in expand_files([path])]

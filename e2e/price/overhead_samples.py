@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from e2e.step.operator_trace import gap_names
-from e2e.traces.formats.kineto import HostSpan, KinetoTrace
 from e2e.traces.host_time import Burst, Nesting, bursts, nest
-from e2e.traces.launches import DeviceOrder, LaunchCosts, device_works
+from e2e.traces.kineto import HostSpan, KinetoTrace
+from e2e.traces.launches import DeviceOrder, LaunchCosts, device_works, waiting_seconds
 from e2e.traces.step_window import iterations
-from e2e.traces.synchronization import waiting_seconds
 
 
 @dataclass(frozen=True, slots=True)

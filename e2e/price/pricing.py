@@ -1,8 +1,8 @@
 """Durations for a graph without prices: device work from a cost model, host work from a table of overheads.
 
-This is the only place where tasks of operators (one or several in a kernel) and host work get their durations. The
-numbers of host work come from a table (:mod:`e2e.price.host_overheads`); collectives are priced by
-:mod:`e2e.price.collective_pricing`.
+Tasks of operators (one or several in a kernel) and host work get their durations here, except the host work of layers
+that are folded first (:class:`e2e.parallelism.rewrites.Condenser`, which asks the same table of host overheads,
+:mod:`e2e.price.host_overheads`). Collectives are priced by :mod:`e2e.price.collective_pricing`.
 
 The host time of foreach and fused operators grows with the lengths of their tensor lists. Samples by name say little
 about it: the gap before the first call of an optimizer step contains the optimizer's Python, once per step, and is not

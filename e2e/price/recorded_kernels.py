@@ -18,17 +18,16 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Elementwise
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, RankGraph, Task
 from e2e.step.operator_trace import OperatorCall
-from e2e.traces.formats.kineto import DeviceSpan
+from e2e.traces.kineto import DeviceSpan
 from e2e.traces.linked_trace import LinkedTrace
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """``graph`` with measured durations of ``tasks`` tasks; ``unmatched``: recorded spans without a task."""
+    """``graph`` with measured durations of ``tasks`` tasks."""
 
     graph: RankGraph
     tasks: int
-    unmatched: int
 
 
 def with_measured(graph: RankGraph, linked: LinkedTrace) -> MeasuredRank:
@@ -39,22 +38,19 @@ def with_measured(graph: RankGraph, linked: LinkedTrace) -> MeasuredRank:
     """
     launched = _launched(graph, linked)
     durations: dict[int, Duration] = {}
-    unmatched = 0
     tasks: dict[tuple[int, str], list[Task]] = {}
     for task in graph.tasks:
         if task.call is not None and task.collective is None:
             tasks.setdefault((task.call, task.kind), []).append(task)
     for key, spans in launched.items():
         mine = tasks.get(key, [])
-        if not mine:
-            unmatched += len(spans)
-        elif len(mine) == len(spans):
+        if len(mine) == len(spans):
             durations |= {task.id: Duration.measured(span.seconds) for task, span in zip(mine, spans, strict=True)}
-        else:
+        elif mine:
             share = Duration.measured(sum(span.seconds for span in spans) / len(mine))
             durations |= {task.id: share for task in mine}
     measured = tuple(replace(task, duration=durations.get(task.id, task.duration)) for task in graph.tasks)
-    return MeasuredRank(replace(graph, tasks=measured), len(durations), unmatched)
+    return MeasuredRank(replace(graph, tasks=measured), len(durations))
 
 
 def _launched(graph: RankGraph, linked: LinkedTrace) -> Mapping[tuple[int, str], list[DeviceSpan]]:

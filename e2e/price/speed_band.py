@@ -27,7 +27,7 @@ difference. Changes of other kinds of kernels are not known.
 
     costmodel/calibration/speed_band.json        the width, the errors of the steps it was fitted to, which steps
     costmodel/calibration/release_spread.json    the half interval, the pairs, the times of products, and the source
-           files; written by ``python -m lab.fit.release_spread``
+           files; written by ``python -m lab.fit.speed_band --releases``
 """
 
 from __future__ import annotations
@@ -227,6 +227,24 @@ def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
     if not slowdown:
         return graph
     return replace(graph, ranks=tuple(_slowed_rank(rank, 1.0 + slowdown) for rank in graph.ranks))
+
+
+def with_speeds(graph: ExecutionGraph, spread: float) -> ExecutionGraph:
+    """Return the priced ``graph`` with a random speed for the GPU of each rank.
+
+    Slowdowns are log-normal with mean 1 and standard deviation ``spread``, and the same in every call. A rank that
+    represents several gets the slowest of them, for which the rest wait in collectives.
+    """
+    if not spread:
+        return graph
+    variance = math.log1p(spread**2)
+    ranks = []
+    for rank in graph.ranks:
+        source = np.random.default_rng((0, rank.rank))
+        alike = graph.multiplicity.get(rank.rank, 1)
+        slowest = float(source.lognormal(-variance / 2, math.sqrt(variance), alike).max())
+        ranks.append(_slowed_rank(rank, slowest))
+    return replace(graph, ranks=tuple(ranks))
 
 
 def _slowed_rank(rank: RankGraph, factor: float) -> RankGraph:

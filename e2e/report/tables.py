@@ -1,4 +1,4 @@
-"""Lines and tables of a report, the same in text and HTML.
+"""Lines and tables of a report as texts, the same on standard output and in HTML.
 
 Options, throughput, power, cost and advice; ranks and collectives; operators and modules; ranges named by the script;
 what-if questions.
@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from rich.console import Console
-from rich.table import Table
-
-from costmodel.pages.document import Cell, Html, NumberCell, joined, table, tag
 from e2e.explain.breakdowns import RangeFigures, device_seconds
-from e2e.explain.critical_path import HOST_KINDS, CriticalPath
+from e2e.explain.critical_path import CriticalPath
 from e2e.explain.prediction import TOGETHER, Advice, Alternative, AskedValue, Prediction, WhatIfRow
-from e2e.explain.rank_figures import CollectiveFigures, RankFigures
+from e2e.explain.rank_figures import CollectiveFigures, RankFigures, Straggler
 from e2e.explain.utilisation import JOULES_OF_A_KILOWATT_HOUR
 from e2e.step.execution_graph import OVERHEAD_MEANINGS, HostWork, Launch, RankGraph
+from e2e.step.memory_room import largest_fitting
 
 MILLION = 1e6
 ADVICE_HEAD = ("what to change", "step", "per sample", "memory", "needs")
@@ -35,9 +32,13 @@ _ADVICE_HINT = (
     "batch that fits"
 )
 _RECORDED_HINT = (
-    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
+    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, ...), "
     "--retarget about another GPU"
 )
+# Labels of the parts of memory, and the smallest part that is shown.
+MEMORY_ROLES = {"optimizer_state": "optimizer", "cache": "KV cache", "reserve": "allocator's reserve"}
+SMALLEST_PART = 10 << 20
+PATH_HEAD = ("critical path", "operator", "ms", "share", "waits mostly for")
 # Longest name in a table, and uninformative prefixes of C++ kernel names.
 _MOST_LETTERS = 72
 _NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous namespace\)::|<unnamed>::")
@@ -52,6 +53,44 @@ def short_name(name: str) -> str:
         return name
     told = _NAMESPACES.sub("", name)
     return told if len(told) <= _MOST_LETTERS else f"{told[: _MOST_LETTERS - 1].rstrip()}…"
+
+
+def title(prediction: Prediction) -> str:
+    """Return the title: workload, machine, number of GPUs and nodes."""
+    count = f"{prediction.gpus} x " if prediction.gpus > 1 else ""
+    nodes = f" on {prediction.nodes} nodes" if prediction.nodes > 1 else ""
+    return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
+
+
+def phases(prediction: Prediction) -> Mapping[str, float]:
+    """Seconds of each phase; ``other`` only if it is not zero."""
+    known = {
+        "forward": prediction.forward_seconds,
+        "backward": prediction.backward_seconds,
+        "optimizer": prediction.optimizer_seconds,
+    }
+    return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
+
+
+def launches(prediction: Prediction) -> str:
+    """Format the numbers of launches and of operator calls, per rank if there are several."""
+    several = len(prediction.ranks) > 1
+    kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
+    operators = _between([rank.operators for rank in prediction.ranks]) if several else f"{prediction.operators:,}"
+    each = f" on each of {len(prediction.ranks)} distinct ranks" if several else ""
+    if prediction.cuda_graph:
+        return f"1 of a CUDA graph of {kernels}, captured from {operators} operator calls{each}"
+    return f"{kernels} in {operators} operator calls{each}"
+
+
+def _between(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{seconds * 1e3:.3f} ms"
 
 
 def next_hint(prediction: Prediction) -> str:
@@ -107,9 +146,80 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield from _energy_and_cost(prediction)
 
 
+def figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield lines of the mean rank, phases, GPU, launches, memory, host time and sources of prices.
+
+    Phases and GPU times are those of the only rank, or of the one that computes longest.
+    """
+    several = len(prediction.ranks) > 1
+    if prediction.gpus > 1:
+        names = ("compute", "exposed_transfer", "exposed_wait", "bubble", "idle")
+        compute, transfer, wait, bubble, idle = (
+            sum(getattr(rank, f"{name}_seconds") * rank.multiplicity for rank in prediction.ranks) / prediction.gpus
+            for name in names
+        )
+        yield (
+            "mean rank",
+            f"compute {milliseconds(compute)}, exposed communication {milliseconds(transfer + wait)} "
+            f"({milliseconds(transfer)} transfer, {milliseconds(wait)} waiting), pipeline bubble "
+            f"{milliseconds(bubble)}, idle {milliseconds(idle)}",
+        )
+    longest = prediction.longest_computing.rank
+    which = f" (rank {longest}, the one that computes longest)" if several else ""
+    parts = ", ".join(f"{name} {milliseconds(value)}" for name, value in phases(prediction).items() if value > 0)
+    yield "phases", f"{parts}{which}"
+    yield (
+        "GPU",
+        f"active {milliseconds(prediction.gpu_active_seconds)}, idle {milliseconds(prediction.gpu_idle_seconds)}"
+        f"{which}; {prediction.host_bound_fraction:.0%} of the critical path is on the host",
+    )
+    yield "launches", launches(prediction)
+    yield from _memory(prediction)
+    yield "host", ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
+    if prediction.overheads:
+        yield "", overhead_meanings(prediction)
+    sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
+    whole = "the device time of all ranks" if prediction.gpus > 1 else "the device time"
+    yield "coverage", f"{sources} (share of {whole} by source of its price)"
+
+
+def overhead_meanings(prediction: Prediction) -> str:
+    """Explain the kinds of host time that occur in the step."""
+    return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
+
+
+def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield the peak memory and whether it fits, and the parts of the fullest rank, largest first, as far as known."""
+    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
+    if peaks:
+        fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
+            prediction.memory_verdict, prediction.memory_verdict
+        )
+        least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
+        room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
+        in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
+        # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
+        full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
+        kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
+        yield "memory", f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
+    parts = ", ".join(
+        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}"
+        for role, size in sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
+        if size >= SMALLEST_PART
+    )
+    if parts:
+        yield "", f"{parts} GiB{' (fullest rank)' if len(prediction.ranks) > 1 else ''}"
+
+
 def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
-    """Table rows under :data:`ADVICE_HEAD`: the best settings."""
-    return [_advice_row(each) for each in advice.best]
+    """Return the rows of the best settings under :data:`ADVICE_HEAD`."""
+    rows: list[tuple[str, ...]] = []
+    for each in advice.best:
+        memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
+        doubt = "" if each.fits or not memory else " (may not fit)"
+        step, gain = milliseconds(each.iteration_seconds or 0.0), f"{each.gain or 0.0:.2f}x as fast"
+        rows.append((each.change, step, gain, f"{memory}{doubt}", each.needs))
+    return rows
 
 
 def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
@@ -137,11 +247,6 @@ def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str
         yield f"incomplete: {advice.stopped}{left}"
     if not advice.best and not advice.stopped:
         yield "none of the settings that were predicted is faster by 2 % or more"
-
-
-def overhead_meanings(prediction: Prediction) -> str:
-    """Explain the kinds of host time that occur in the step."""
-    return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
 
 
 def _option(asked: AskedValue) -> str:
@@ -189,16 +294,30 @@ def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
     return f", {number_text(amount * MILLION / rate.samples, 3)} {unit} per million samples"
 
 
-def _advice_row(each: Alternative) -> tuple[str, ...]:
-    seconds = 0.0 if each.iteration_seconds is None else each.iteration_seconds
-    memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
-    doubt = "" if each.fits else " (may not fit)" if memory else ""
-    return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
-
-
 def _other(each: Alternative, now_fits: bool | None) -> str:
     fits = ", does not fit" if each.fits is False else ", fits" if each.fits and not now_fits else ""
     return f"{each.change} {each.gain or 0.0:.2f}x{fits}"
+
+
+def share_rows(parts: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return name, milliseconds and share of every part."""
+    whole = sum(parts.values()) or 1.0
+    return [(short_name(name), f"{value * 1e3:.3f}", f"{value / whole:.1%}") for name, value in parts.items()]
+
+
+def path_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`PATH_HEAD`."""
+    whole = prediction.critical_path_seconds or 1.0
+    return [
+        (
+            part.kind,
+            short_name(part.name),
+            f"{part.seconds * 1e3:.3f}",
+            f"{part.seconds / whole:.1%}",
+            short_name(part.waits_for),
+        )
+        for part in prediction.critical_path
+    ]
 
 
 RANK_HEAD = (
@@ -214,24 +333,12 @@ COLLECTIVE_HEAD = (
 )  # fmt: skip
 
 
-def mean_figures(ranks: Sequence[RankFigures]) -> Mapping[str, float]:
-    """Return means over all ranks, weighted by multiplicity."""
-    count = sum(rank.multiplicity for rank in ranks) or 1
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * rank.multiplicity for value, rank in zip(values, ranks, strict=True)) / count
-
-    return {
-        "compute": mean(rank.compute_seconds for rank in ranks),
-        "transfer": mean(rank.exposed_transfer_seconds for rank in ranks),
-        "wait": mean(rank.exposed_wait_seconds for rank in ranks),
-        "bubble": mean(rank.bubble_seconds for rank in ranks),
-        "idle": mean(rank.idle_seconds for rank in ranks),
-    }
+def rank_rows(ranks: Sequence[RankFigures]) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`RANK_HEAD`, times in milliseconds; see :data:`PATH_MEANING` for the path."""
+    return [_rank_row(rank) for rank in ranks]
 
 
-def rank_row(rank: RankFigures) -> tuple[str, ...]:
-    """Return the row under :data:`RANK_HEAD`, times in milliseconds; see :data:`PATH_MEANING` for the path."""
+def _rank_row(rank: RankFigures) -> tuple[str, ...]:
     seconds = (
         rank.step_seconds,
         rank.compute_seconds,
@@ -271,6 +378,14 @@ def collective_rows(collectives: Sequence[CollectiveFigures]) -> list[tuple[str,
     return rows
 
 
+STRAGGLER_HEAD = ("rank", "came last in", "the next one waited ms")
+
+
+def straggler_rows(stragglers: Sequence[Straggler]) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`STRAGGLER_HEAD`."""
+    return [(str(each.rank), str(each.collectives), f"{each.caused_seconds * 1e3:.3f}") for each in stragglers]
+
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -283,9 +398,8 @@ class OperatorRow:
     # Device time, regardless of overlap.
     device_seconds: float = 0.0
     host_seconds: float = 0.0
-    # Time on the critical path; `path_host_seconds`: the part of it on the host.
+    # Time on the critical path.
     path_seconds: float = 0.0
-    path_host_seconds: float = 0.0
     # Seconds by limiting resource.
     bounds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -319,8 +433,6 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
     for segment in path.segments:
         if segment.rank == rank.rank and segment.operator in rows:
             rows[segment.operator].path_seconds += segment.seconds
-            if segment.kind in HOST_KINDS:
-                rows[segment.operator].path_host_seconds += segment.seconds
     return sorted(rows.values(), key=lambda each: (-each.device_seconds, -each.host_seconds))
 
 
@@ -364,22 +476,6 @@ def range_rows(ranges: Sequence[RangeFigures]) -> list[tuple[str, ...]]:
     ]
 
 
-def ranges_section(prediction: Prediction) -> Html | None:
-    """Return the table, ``None`` if the script names no ranges."""
-    if not prediction.ranges:
-        return None
-    rows: list[list[Cell]] = [
-        [
-            each.name,
-            NumberCell(f"{each.entered:,}", each.entered),
-            NumberCell(f"{each.launches:,}", each.launches),
-            *(NumberCell(f"{seconds * 1e3:.3f}", seconds) for seconds in _seconds(each)),
-        ]
-        for each in prediction.ranges
-    ]
-    return joined((table(RANGE_HEAD, rows), tag("p", f"{range_meaning(prediction)}.", class_="soft")))
-
-
 def range_meaning(prediction: Prediction) -> str:
     """Explanation of the figures and of the rank that they are of."""
     which = f"of rank {prediction.longest_computing.rank}, which computes longest: " if prediction.gpus > 1 else ""
@@ -419,23 +515,6 @@ def what_if_warnings(rows: Sequence[WhatIfRow]) -> Iterator[str]:
     for row in rows:
         for warning in row.warnings:
             yield f"{row.question}: {warning}"
-
-
-def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
-    """Print the table and its warnings, if anything was asked."""
-    if not rows:
-        return
-    head, lines = what_if_cells(rows)
-    table = Table(*head, box=None)
-    for column in table.columns:
-        column.overflow = "fold"
-    for line in lines:
-        table.add_row(*line)
-    out.print(table)
-    for remark in what_if_remarks(rows):
-        out.print(remark, soft_wrap=True, markup=False)
-    for warning in what_if_warnings(rows):
-        out.print(f"warning: {warning}", soft_wrap=True)
 
 
 def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:

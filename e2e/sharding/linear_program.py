@@ -1,10 +1,9 @@
-"""Linear program of a step, and the lower bound of the step time of any plan that it gives.
+"""Lower bound of the step time of any plan, by linear programming.
 
-The step of :mod:`e2e.sharding.step_model` as linear inequalities between times and binary variables: a maximum becomes
-"at least each argument", a transfer a straight line. :mod:`e2e.sharding.integer_program` uses the same inequalities.
-
-In the bound, tables may be split arbitrarily. Ranks are identical, so an even spread of every option is the best
-fractional plan, and loads are means over the ranks. Transfers are lines that bound the model's times from below.
+The step of :mod:`e2e.sharding.step_model` as linear inequalities between times and the shares of options: a maximum
+becomes "at least each argument", a transfer a straight line that bounds the model's times from below. Tables may be
+split arbitrarily. Ranks are identical, so an even spread of every option is the best fractional plan, and loads are
+means over the ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from e2e.sharding import step_model as step
-from e2e.sharding.step_model import TOTALS, Problem, State, all_ranks
-from e2e.sharding.task import BACKWARD, FORWARD, INDICES, LENGTHS, LOADS, MEMORY, OUTPUT
+from e2e.sharding.step_model import Problem, State, all_ranks
+from e2e.sharding.task import BACKWARD, FORWARD, INDICES, LENGTHS, MEMORY, OUTPUT
 from e2e.step.arrays import Floats
 
 # (intercept, slope) of lines; a transfer takes at least the value of each.
 Line = tuple[tuple[float, float], ...]
-# Binary variable -> seconds that it adds.
+# Variable -> seconds that it adds.
 Terms = Mapping[int, float]
 
 
@@ -32,20 +31,16 @@ class Lines:
     """Lines of each transfer, by its bytes."""
 
     splits: float
-    lengths: Line
-    indices: Line
-    output: Line
-    row_lengths: Line
-    row_indices: Line
+    exchange: Line
     row_output: Line
     row_gradient: Line
 
 
 @dataclass
 class Inequalities:
-    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``yes``: number of binary variables."""
+    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``shares``: number of variables in 0 to 1."""
 
-    yes: int
+    shares: int
     times: int = 0
     rows: list[tuple[int, tuple[int, ...], Terms, float]] = field(default_factory=list)
 
@@ -66,23 +61,18 @@ class Inequalities:
         return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Variables:
-    """Variables of the program, and the loads of fixed tables."""
+    """Variables of the program: the share of each option, by its number, then whether a kind of placement is used."""
 
-    # Binary variable -> its option, for totals.
-    chosen: Mapping[int, int]
-    # Shards of each rank (or of the mean rank): variable -> (option, part of a shard).
-    held: Sequence[Mapping[int, tuple[int, float]]]
+    # Placed option -> its shards on the mean rank.
+    shards: Mapping[int, float]
     any_placed: int
     any_rows: int
     any_copies: int
-    # Loads and totals of fixed tables, shapes (ranks, 6) and (17,).
-    loads: Floats
-    totals: Floats
 
 
-def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
+def _step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
     """Add the step to ``rows``; return the time variable of its end."""
     dense = problem.task.dense
     forward, backward = problem.model.launch
@@ -91,20 +81,20 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
         for name, load, line in (
             ("forward", FORWARD, ((forward, 1.0),)),
             ("backward", BACKWARD, ((backward, 1.0),)),
-            ("lengths", LENGTHS, lines.lengths),
-            ("indices", INDICES, lines.indices),
-            ("output", OUTPUT, lines.output),
+            ("lengths", LENGTHS, lines.exchange),
+            ("indices", INDICES, lines.exchange),
+            ("output", OUTPUT, lines.exchange),
         )
     }
     _longest_alone(problem, rows, found, placed["forward"], placed["backward"])
 
     def total(column: int, line: Line, switch: int) -> int:
-        return _total(problem, rows, found, column, line, switch)
+        return _total(problem, rows, column, line, switch)
 
     row, copy = found.any_rows, found.any_copies
     row_input = (
-        total(step.ROW_LENGTHS, lines.row_lengths, row),
-        total(step.ROW_INDICES, lines.row_indices, row),
+        total(step.ROW_LENGTHS, lines.exchange, row),
+        total(step.ROW_INDICES, lines.exchange, row),
     )
     row_forward = total(step.ROW_FORWARD, ((forward, 1.0),), row)
     row_backward = total(step.ROW_BACKWARD, ((backward, 1.0),), row)
@@ -136,14 +126,12 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
 
 
 def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, line: Line) -> int:
-    """Add a time that is at least every rank's time for its placed shards."""
+    """Add a time that is at least the mean rank's time for its placed shards."""
     time = rows.time()
     shard = problem.costs.shard[:, load]
     for start, slope in line:
-        for rank, held in enumerate(found.held):
-            terms = {variable: slope * weight * float(shard[option]) for variable, (option, weight) in held.items()}
-            terms[found.any_placed] = max(start, 0.0)
-            rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.loads[rank, load]))
+        terms = {option: slope * count * float(shard[option]) for option, count in found.shards.items()}
+        rows.at_least(time, terms=terms | {found.any_placed: max(start, 0.0)}, constant=min(start, 0.0))
     return time
 
 
@@ -152,21 +140,19 @@ def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forwa
     costs = problem.costs
     for column, time, load in ((0, forward, FORWARD), (1, backward, BACKWARD)):
         tables: dict[int, dict[int, float]] = {}
-        for variable, option in found.chosen.items():
-            if costs.options[option].placed:
-                least = max(costs.alone[option, column], costs.shard[option, load] + problem.model.launch[column])
-                tables.setdefault(costs.options[option].table, {})[variable] = float(least)
+        for option in found.shards:
+            least = max(costs.alone[option, column], costs.shard[option, load] + problem.model.launch[column])
+            tables.setdefault(costs.options[option].table, {})[option] = float(least)
         for terms in tables.values():
             rows.at_least(time, terms=terms)
 
 
-def _total(problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int) -> int:
-    values = problem.totals[:, column]
-    used = {variable: float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
+def _total(problem: Problem, rows: Inequalities, column: int, line: Line, switch: int) -> int:
+    used = {option: float(value) for option, value in enumerate(problem.totals[:, column]) if value > 0}
     time = rows.time()
     for start, slope in line:
-        terms = {variable: slope * value for variable, value in used.items()} | {switch: max(start, 0.0)}
-        rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.totals[column]))
+        terms = {option: slope * value for option, value in used.items()} | {switch: max(start, 0.0)}
+        rows.at_least(time, terms=terms, constant=min(start, 0.0))
     return time
 
 
@@ -186,10 +172,9 @@ def relax(problem: Problem, seconds: float) -> Relaxation | None:
     count = len(options)
     switches = (count, count + 1, count + 2)
     rows = Inequalities(count + 3)
-    share = {at: (at, options[at].shards / problem.ranks) for at in range(count) if options[at].placed}
-    nothing = np.zeros((1, LOADS))
-    found = Variables({at: at for at in range(count)}, [share], *switches, nothing, np.zeros(TOTALS))
-    end = step_rows(problem, rows, found, floor_lines(problem, seconds))
+    shards = {at: options[at].shards / problem.ranks for at in range(count) if options[at].placed}
+    found = Variables(shards, *switches)
+    end = _step_rows(problem, rows, found, _floor_lines(problem, seconds))
     solution = _solve(problem, rows, end, switches)
     if solution is None:
         return None
@@ -199,18 +184,13 @@ def relax(problem: Problem, seconds: float) -> Relaxation | None:
     return Relaxation(bound if copies is None else min(bound, copies), chosen)
 
 
-def floor_lines(problem: Problem, seconds: float) -> Lines:
+def _floor_lines(problem: Problem, seconds: float) -> Lines:
     """Lines that bound transfer times up to ``seconds`` from below; no plan of that time has longer transfers."""
     times = problem.times
-    exchange = times.floor_lines("all_to_all", seconds)
     gather = times.floor_lines("all_gather", seconds)
     return Lines(
         splits=float(times.of("all_to_all", 0.0)),
-        lengths=exchange,
-        indices=exchange,
-        output=exchange,
-        row_lengths=exchange,
-        row_indices=exchange,
+        exchange=times.floor_lines("all_to_all", seconds),
         row_output=times.floor_lines("reduce_scatter", seconds),
         # A rank contributes its share of the whole output to the all_gather.
         row_gradient=tuple((start, slope / problem.ranks) for start, slope in gather),
@@ -218,7 +198,7 @@ def floor_lines(problem: Problem, seconds: float) -> Lines:
 
 
 def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, int, int]) -> Floats | None:
-    """Return the values of the relaxed binary variables (0 to 1), then of times; ``None`` if infeasible."""
+    """Return the values of the shares (0 to 1), then of the times; ``None`` if infeasible."""
     matrix: list[tuple[int, int, float]] = []
     limits: list[float] = []
 
@@ -227,7 +207,7 @@ def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, 
         limits.append(limit)
 
     for time, times, terms, constant in rows.rows:
-        line = {rows.yes + time: -1.0, **{rows.yes + other: 1.0 for other in times}}
+        line = {rows.shares + time: -1.0, **{rows.shares + other: 1.0 for other in times}}
         add(line | {column: value for column, value in terms.items() if value}, -constant)
     options, costs = problem.costs.options, problem.costs
     for at, option in enumerate(options):
@@ -239,11 +219,11 @@ def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, 
         ]
     )
     add(dict(enumerate((memory / problem.capacity).tolist())), 1.0)
-    shape = (len(limits), rows.yes + rows.times)
+    shape = (len(limits), rows.shares + rows.times)
     once = [(options[at].table, at, 1.0) for at in range(len(options))]
     cost = np.zeros(shape[1])
-    cost[rows.yes + end] = 1.0
-    bounds = [(0, 1)] * rows.yes + [(0, None)] * rows.times
+    cost[rows.shares + end] = 1.0
+    bounds = [(0, 1)] * rows.shares + [(0, None)] * rows.times
     result = linprog(
         cost * _SCALE,
         A_ub=_sparse(matrix, shape),

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from e2e.sharding.placement import KINDS
 from e2e.sharding.step_model import NOWHERE, Choice, Problem, State, all_ranks
 from e2e.sharding.task import LOADS, MEMORY

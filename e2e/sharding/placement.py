@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
-    from costmodel.embedding.embedding_tables import EmbeddingTable
+    from costmodel.gpu.embedding_tables import EmbeddingTable
 
 PlacementKind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
 KINDS: tuple[PlacementKind, ...] = get_args(PlacementKind)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from costmodel.base.errors import InputError, MissingDependencyError, OutputError
 from costmodel.base.input_files import decoded, read_text
 from costmodel.base.output_files import write_whole
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from e2e.sharding.placement import PLACED, PlacementKind, TablePlacement
 from e2e.sharding.planner import Planning
 from e2e.sharding.step_graph import options_of_rank

@@ -138,29 +138,10 @@ def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Consol
             f"{_ms(planning.best.seconds)}, {planning.gap:.1%} above)"
         )
     _uncertainty(out, planning)
-    out.print(f"search      {planning.search_seconds:.1f} s{_exact_search(planning.solver)}")
+    out.print(f"search      {planning.search_seconds:.1f} s")
     _gains(out, found)
     _ranks(out, plan, found)
     _bottlenecks(out, found)
-
-
-# Explanations of CP-SAT's status.
-_SOLVER = {
-    "optimal": "has proven its plan the best of its form",
-    "feasible": "found plans and has proven none to be the best",
-    "unknown": "found no plan in its time",
-}
-
-
-def _exact_search(word: str) -> str:
-    """Describe the result of the exact search.
-
-    ``word``: CP-SAT's status, or the number of subproblems it was run on.
-    """
-    if not word:
-        return ""
-    told = f"was asked for {word}" if word[0].isdigit() else _SOLVER.get(word, f"says {word}")
-    return f"; the exact search (CP-SAT) {told}"
 
 
 def _uncertainty(out: Console, planning: Planning) -> None:

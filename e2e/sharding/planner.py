@@ -1,8 +1,9 @@
-"""Planner from a task to a plan: enumerate, price, generate, improve, polish, re-rank by simulation.
+"""Planner from a task to a plan: enumerate, price, generate, improve, rebuild, re-rank by simulation.
 
-The last stage of the search changes and swaps single tables, evaluated with exact kernel times. The closed form adds up
-tables and knows only the slowest one by itself; the model of a table-batched kernel has more terms (stages that wait
-for chains of loads), which need all tables of a rank together.
+The local search moves shards by the closed form of a step, which adds up tables and knows only the slowest one by
+itself. The model of a table-batched kernel has more terms (stages that wait for chains of loads), which need all tables
+of a rank together: with these the plan is then rebuilt, a few tables at a time, first by the models' times, then over
+scenarios of their errors.
 
 If nothing fits, the diagnosis is the missing memory and the number of GPUs that suffices.
 """
@@ -10,19 +11,19 @@ If nothing fits, the diagnosis is the missing memory and the number of GPUs that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from costmodel.base.errors import InputError
 from costmodel.cost_model import CostModel
 from e2e.sharding.linear_program import Relaxation, relax
-from e2e.sharding.local_search import SMALLEST_GAIN, construct, descend, greedy_plans, iterate, kick
+from e2e.sharding.local_search import construct, descend, greedy_plans, iterate
 from e2e.sharding.placement import MOST_GPUS, enumerate_options
 from e2e.sharding.scenarios import Aim, Scenarios, ScenarioState, draw, search, uncertain
-from e2e.sharding.step_graph import options_of_rank, planned_graph
-from e2e.sharding.step_model import Choice, Problem, State, all_ranks
+from e2e.sharding.step_graph import planned_graph
+from e2e.sharding.step_model import Problem, State
 from e2e.sharding.task import MEMORY, ShardingTask, TransferTimes, option_costs
 from e2e.simulate.simulator import simulate
 from e2e.step.arrays import Floats
@@ -98,117 +99,8 @@ def shortage_message(problem: Problem, found: Shortage) -> str:
     )
 
 
-class ExactTimes:
-    """Exact step times of plans of one problem, with a cache of kernels."""
-
-    def __init__(self) -> None:
-        self._kernels: dict[tuple[int, ...], tuple[float, float]] = {}
-
-    def seconds(self, state: State) -> float:
-        """Return the time of a step.
-
-        An upper bound if different ranks have the most forward and the most backward work.
-        """
-        groups = [options_of_rank(state, rank) for rank in range(state.problem.ranks)]
-        placed = np.array([self._kernel(state, group["placed"]) for group in groups]).max(axis=0)
-        rows, copies = (self._kernel(state, groups[0][name]) for name in ("rows", "copies"))
-        pieces = replace(
-            state.problem.model.pieces(state.loads.max(axis=0), state.totals),
-            placed_forward=placed[0],
-            placed_backward=placed[1],
-            row_forward=np.array(rows[0]),
-            row_backward=np.array(rows[1]),
-            copy_forward=np.array(copies[0]),
-            copy_backward=np.array(copies[1]),
-        )
-        return float(state.problem.model.combine(pieces))
-
-    def _kernel(self, state: State, options: list[int]) -> tuple[float, float]:
-        key = tuple(sorted(options))
-        if key not in self._kernels:
-            self._kernels[key] = state.problem.costs.kernel(key) if key else (0.0, 0.0)
-        return self._kernels[key]
-
-
-def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
-    """Kick, polish and keep improvements, ``rounds`` times or until ``deadline``."""
-    generator, exact, best = np.random.default_rng(seed), ExactTimes(), state
-    for _ in range(rounds):
-        if time.monotonic() > deadline:
-            break
-        trial = kick(best, generator)
-        if trial is None:
-            continue
-        trial = polish(trial, deadline, exact)
-        if exact.seconds(trial) < exact.seconds(best) * (1 - SMALLEST_GAIN):
-            best = trial
-    return best
-
-
-def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> State:
-    """Return a copy of ``state``, improved until no single change helps.
-
-    Stops at ``deadline`` of :func:`time.monotonic`.
-    """
-    state, exact = state.copy(), exact or ExactTimes()
-    best, improved = exact.seconds(state), True
-    while improved and time.monotonic() < deadline:
-        improved = False
-        for changes in _changes(state):
-            if time.monotonic() > deadline:
-                break
-            before = [(table, state.choices[table]) for table, _ in changes]
-            for table, choice in changes:
-                state.put(table, choice)
-            seconds = exact.seconds(state) if state.fits() else np.inf
-            if seconds < best * (1 - SMALLEST_GAIN):
-                best, improved = seconds, True
-                continue
-            for table, choice in before:
-                state.put(table, choice)
-    return state
-
-
-def _changes(state: State) -> Iterator[list[tuple[int, Choice]]]:
-    """Yield every change of one table's place or cut, then every swap of two whole tables of different ranks.
-
-    Each change is relative to the state at the time it is yielded.
-    """
-    tables = range(len(state.choices))
-    for table in tables:
-        for choice in _elsewhere(state, table):
-            yield [(table, choice)]
-    for one in tables:
-        for other in range(one):
-            (first, here), (second, there) = state.choices[one], state.choices[other]
-            if len(here) == len(there) == 1 and here != there:
-                yield [(one, (first, there)), (other, (second, here))]
-
-
-def _elsewhere(state: State, table: int) -> Iterator[Choice]:
-    problem = state.problem
-    for number in problem.of_table[table]:
-        option = problem.costs.options[number]
-        if not option.placed:
-            yield number, all_ranks(problem)
-        elif option.shards == 1:
-            for rank in range(problem.ranks):
-                yield number, (rank,)
-        else:
-            seconds = state.loads[:, 0] + state.loads[:, 1]
-            yield number, tuple(sorted(int(rank) for rank in np.argsort(seconds, kind="stable")[: option.shards]))
-            current, ranks = state.choices[table]
-            if current == number:
-                for gone in ranks:
-                    for new in set(range(problem.ranks)) - set(ranks):
-                        yield number, tuple(new if rank == gone else rank for rank in ranks)
-
-
-# Largest number of tables for which every start is searched, and of binary variables for which CP-SAT gets the whole
-# task.
+# Largest number of tables for which every start is searched.
 FEW_TABLES = 200
-WHOLE_PROGRAM = 3_000
-NEIGHBOUR_RANKS = 4
 # Number of scenarios of a search (fewer with many tables), and of those used to choose among plans.
 DRAWS, DRAWS_OF_MANY, DRAWS_OF_CHOICE = 129, 33, 513
 # Accepted increase of the nominal step time over the fastest plan's, in exchange for robustness to model errors: plans
@@ -220,16 +112,13 @@ PREMIUM = 0.029
 class SearchEffort:
     """Limits of the search."""
 
-    # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may add a fifth.
+    # Wall-clock time of the search, a fifth more with many tables; a search that ends earlier is repeatable.
     seconds: float = 15.0
-    # Number of kicks of the local search.
+    # Number of kicks of the local search, and of rebuilds by the models' times and over scenarios each.
     kicks: int = 60
-    # Work limit of CP-SAT, in its own measure; 0: without CP-SAT.
-    deterministic: float = 0.5
-    # Number of plans that are re-ranked by simulation, besides the greedy ones.
-    simulated: int = 4
-    # Number of rebuilds of the search over scenarios; 0: without it.
     rebuilds: int = 4_000
+    # False: the models' times are taken to be right, without scenarios of errors.
+    cautious: bool = True
     seed: int = 0
 
 
@@ -264,8 +153,6 @@ class Planning:
     greedy: Mapping[str, Candidate | None]
     # Lower bound of the step of any plan by the closed form; 0: unknown.
     bound: float
-    # Status of CP-SAT, empty if it was not run.
-    solver: str
     search_seconds: float
 
     @property
@@ -305,31 +192,28 @@ def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
     """Return the best plan found; if nothing fits, raises ``InputError`` with the shortage."""
     effort = effort or SearchEffort()
     begin = time.monotonic()
-    few = len(problem.of_table) <= FEW_TABLES
-    robust = effort.rebuilds > 0 and problem.ranks > 1 and uncertain(problem)
-    deadline = begin + effort.seconds * (0.4 if few else 0.8)
+    cautious = effort.cautious and problem.ranks > 1 and uncertain(problem)
     greedy = greedy_plans(problem, effort.seed)
     found = {name: state for name, state in greedy.items() if state is not None}
     relaxation = _relaxation(problem, found)
     starts = _starts(problem, found, relaxation)
     if not starts:
         raise InputError(shortage_message(problem, shortage(problem)))
-    local = _search(problem, starts, effort, deadline)
-    exact, solver, proven = _exact(local, effort, deadline)
-    plans = {"local search": local, **({"cp-sat": exact} if exact is not local else {})}
-    if few:
-        until = begin + effort.seconds * (0.6 if robust else 1.0)
-        plans |= _polished({"best": exact, **_refined(found, deadline)}, effort, until)
-    if robust:
-        plans |= _robust(plans, found, effort, begin + 1.2 * effort.seconds)
-    scenarios = draw(problem, DRAWS_OF_CHOICE if robust else 1, effort.seed + 1)
+    few = len(problem.of_table) <= FEW_TABLES
+    ends = [begin + share * effort.seconds for share in ((0.4, 0.6, 1.0) if few else (0.8, 1.0, 1.2))]
+    plans = {"local search": _search(problem, starts, effort, ends[0])}
+    if problem.ranks > 1:
+        plans |= _rebuilt("rebuilt", 1, plans, found, effort, ends[1] if cautious else ends[2])
+    if cautious:
+        plans |= _rebuilt("scenarios", DRAWS if few else DRAWS_OF_MANY, plans, found, effort, ends[2])
+    scenarios = draw(problem, DRAWS_OF_CHOICE if cautious else 1, effort.seed + 1)
     candidates = [_candidate(name, state, scenarios) for name, state in plans.items()]
     by_greedy = {name: None if state is None else _candidate(name, state, scenarios) for name, state in greedy.items()}
     every = [*candidates, *(candidate for candidate in by_greedy.values() if candidate is not None)]
     best, fastest = _chosen(every, [each for each in by_greedy.values() if each is not None])
     others = tuple(sorted((each for each in every if each is not best), key=lambda each: each.simulated))
-    bound = max(relaxation.seconds if relaxation is not None else 0.0, proven)
-    return Planning(problem, best, fastest, others, by_greedy, bound, solver, time.monotonic() - begin)
+    bound = relaxation.seconds if relaxation is not None else 0.0
+    return Planning(problem, best, fastest, others, by_greedy, bound, time.monotonic() - begin)
 
 
 def simulated_seconds(state: State) -> float:
@@ -362,13 +246,19 @@ def _rivals(times: list[Floats]) -> Floats:
     return np.asarray(np.min(times, axis=0))
 
 
-def _robust(
-    plans: Mapping[str, State], greedy: Mapping[str, State], effort: SearchEffort, deadline: float
+def _rebuilt(
+    name: str,
+    draws: int,
+    plans: Mapping[str, State],
+    greedy: Mapping[str, State],
+    effort: SearchEffort,
+    deadline: float,
 ) -> dict[str, State]:
-    """Return a plan that is fast under model errors, and nearly as fast as the best by nominal times."""
-    first = next(iter(plans.values()))
-    many = len(first.choices) > FEW_TABLES
-    scenarios = draw(first.problem, DRAWS_OF_MANY if many else DRAWS, effort.seed)
+    """Rebuild the best of ``plans`` with the kernels' own times in so many scenarios; with one, by the models' times.
+
+    The plan is to be fast under model errors, and nearly as fast as the best by nominal times.
+    """
+    scenarios = draw(next(iter(plans.values())).problem, draws, effort.seed)
     simple = [ScenarioState(state, scenarios).seconds() for state in greedy.values()]
     times = {name: ScenarioState(state, scenarios).seconds() for name, state in plans.items()}
     fastest = min(times.values(), key=lambda seconds: float(seconds[0]))
@@ -376,7 +266,7 @@ def _robust(
     aim = Aim(_rivals(simple or [fastest]), limit)
     start = plans[min(times, key=lambda name: float(aim.of(times[name])))]
     found = search(start, scenarios, aim, effort.rebuilds, deadline, effort.seed)
-    return {"scenarios": found} if found.fits() else {}
+    return {name: found} if found.fits() else {}
 
 
 def _relaxation(problem: Problem, found: Mapping[str, State]) -> Relaxation | None:
@@ -403,50 +293,3 @@ def _search(problem: Problem, starts: list[State], effort: SearchEffort, deadlin
     found = [descend(state, begin + span * 0.6 * (place + 1) / len(chosen)) for place, state in enumerate(chosen)]
     best = min(found, key=State.seconds)
     return iterate(best, effort.kicks, begin + 0.75 * span, effort.seed)
-
-
-def _refined(greedy: Mapping[str, State], deadline: float) -> dict[str, State]:
-    """Improve the greedy plans by moving and swapping shards: more local optima for the simulator to choose from."""
-    improved = {f"{name}, improved": descend(state, deadline) for name, state in greedy.items()}
-    return dict(sorted(improved.items(), key=lambda item: item[1].seconds()))
-
-
-def _polished(plans: Mapping[str, State], effort: SearchEffort, deadline: float) -> dict[str, State]:
-    """Polish the best ``plans`` with exact kernel times, and kick and polish the best of them repeatedly."""
-    chosen = list(plans.items())[: effort.simulated]
-    found = {}
-    begin = time.monotonic()
-    for place, (name, state) in enumerate(chosen):
-        until = begin + 0.7 * max(deadline - begin, 0.0) * (place + 1) / len(chosen)
-        found[f"{name}, polished"] = polish(state, until)
-    best = min(found.values(), key=ExactTimes().seconds)
-    return found | {"kicked, polished": kick_polish(best, effort.kicks, deadline, effort.seed)}
-
-
-def _exact(start: State, effort: SearchEffort, deadline: float) -> tuple[State, str, float]:
-    """Run CP-SAT on all tables, or on those of a few ranks at a time; return plan, status, and lower bound."""
-    problem = start.problem
-    left = deadline - time.monotonic()
-    if effort.deterministic <= 0 or left <= 0 or problem.ranks == 1:
-        return start, "", 0.0
-    from e2e.sharding.integer_program import Limits, neighbourhood, solve
-
-    size = sum(problem.ranks if option.placed else 1 for option in problem.costs.options)
-    if size <= WHOLE_PROGRAM:
-        solution = solve(start, limits=Limits(effort.deterministic, left, effort.seed))
-        return solution.state, solution.status, solution.bound
-    state, generator, rounds = start, np.random.default_rng(effort.seed), 0
-    while time.monotonic() < deadline and rounds < effort.kicks // 8:
-        ranks = _neighbours(state, generator)
-        limits = Limits(effort.deterministic / 4, max(deadline - time.monotonic(), 0.1), effort.seed)
-        state = solve(state, neighbourhood(state, ranks), ranks, limits).state
-        rounds += 1
-    return state, f"{rounds} neighbourhoods", 0.0
-
-
-def _neighbours(state: State, generator: np.random.Generator) -> list[int]:
-    """Return the rank that limits the step, and some others at random."""
-    weights = state.problem.model.weights(state.loads.max(axis=0))
-    slowest = int((state.loads @ weights).argmax())
-    others = [rank for rank in generator.permutation(state.problem.ranks).tolist() if rank != slowest]
-    return [slowest, *others[: NEIGHBOUR_RANKS - 1]]

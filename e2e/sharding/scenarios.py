@@ -236,7 +236,7 @@ MARGIN, _MEAN = 0.05, 0.1
 class Aim:
     """Objective to minimise: expected regret against the rivals, plus a little of the mean step.
 
-    Both are taken over all scenarios but the first.
+    Both are taken over all scenarios but the first, which is the nominal one, if there are others.
 
     A nominal time (first scenario) above ``limit`` seconds is penalised strongly.
     """
@@ -247,7 +247,8 @@ class Aim:
 
     def of(self, seconds: Floats) -> Floats:
         """Return the objective of step times, shape (..., draws) -> (...)."""
-        share = seconds[..., 1:] / self.rivals[1:]
+        share = seconds / self.rivals
+        share = share[..., 1:] if share.shape[-1] > 1 else share
         missing = np.maximum(share - (1.0 - MARGIN), 0.0).mean(axis=-1) + _MEAN * share.mean(axis=-1)
         return np.asarray(missing + _PENALTY * np.maximum(seconds[..., 0] / self.limit - 1.0, 0.0))
 

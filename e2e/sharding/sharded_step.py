@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
+from costmodel.gpu.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.device_work import MemoryCopy, OptimizerStep
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
@@ -49,7 +49,7 @@ class DensePiece:
 
 @dataclass(frozen=True, eq=False)
 class CapturedDense:
-    """Captured pieces of the dense part."""
+    """Captured passes of the part of DLRM without tables (MLPs, interaction), alike on every rank."""
 
     # Pieces by name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`,
     # `optimizer`.

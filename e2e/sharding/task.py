@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from costmodel.base.errors import InputError
 from costmodel.cost_model import CostModel
-from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable
+from costmodel.gpu.embedding_tables import OPTIMIZER_STATE, EmbeddingTable
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.table_costs import table_seconds
 from costmodel.machines.cluster import Cluster

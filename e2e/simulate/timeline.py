@@ -109,10 +109,6 @@ class RankActivity:
     compute: float
     # Some collective is on a stream.
     communication: float
-    # Some collective is on a stream and no kernel runs.
-    exposed_communication: float
-    # Some collective waits for its transfer to begin.
-    collective_wait: float
     # Some transfer is under way and no kernel runs.
     exposed_transfer: float
 
@@ -211,7 +207,6 @@ class Timeline:
         compute, communication = np.isin(kinds, _COMPUTE), kinds == _COMMUNICATION
         active = covered(start, end)
         busy = covered(start[compute], end[compute])
-        both = compute | communication
         moving = covered(
             np.concatenate((start[compute], ready[communication])), np.concatenate((end[compute], end[communication]))
         )
@@ -221,8 +216,6 @@ class Timeline:
             idle=high - low - active,
             compute=busy,
             communication=covered(start[communication], end[communication]),
-            exposed_communication=covered(start[both], end[both]) - busy,
-            collective_wait=covered(start[communication], ready[communication]),
             exposed_transfer=max(moving - busy, 0.0),  # difference of sums: rounding may make it negative
         )
 

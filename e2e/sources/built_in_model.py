@@ -28,20 +28,9 @@ from e2e.parallelism.rewrites import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.speed_band import OLDER_NOTE, band_of
 from e2e.sources.known_requests import Model, ShardedTables, SpreadModel
-from e2e.sources.prepared_step import (
-    FORWARD_ALONE,
-    Batch,
-    PreparedStep,
-    cluster_of,
-    forward_note,
-    on_machine,
-    one_gpu,
-    placed_values,
-    setting_of,
-    step_options,
-    taken_values,
-)
+from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request import Request
+from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 from e2e.whatif.traced_rank import TracedRank
@@ -119,6 +108,35 @@ def _within(module: str, others: set[str]) -> bool:
 MOST_TIMES_MEMORY = 100.0
 
 
+# Note on a model's inference over whole sequences.
+FORWARD_ALONE = "the step is one forward pass over all its tokens (prefill), without a cache of earlier ones"
+
+
+def _forward_note(cached: int | None, length: int | None) -> str:
+    """Note on a model's inference: whole sequences, or decoding with a cache."""
+    if cached is None:
+        return FORWARD_ALONE
+    tokens = length or 1
+    return f"the step decodes {tokens} token{'s' if tokens > 1 else ''} of each sequence behind {cached} in a cache"
+
+
+def _taken_values(options: StepOptions, samples: int, length: int | None, optimizer: str) -> dict[str, str]:
+    """Return the defaults that a built-in model or a configuration used, by option.
+
+    ``length``: tokens of a sample (``None``: no sequences); ``optimizer``: its class, empty without one.
+    """
+    taken = {"--batch-size": str(samples)}
+    if length is None:
+        taken["--layout"] = f"{options.layout} (NCHW)"
+    else:
+        meaning = "products and softmax apart" if options.form in ("eager", "math") else "fused"
+        taken |= {"--sequence-length": str(length), "--attention": f"{options.form} ({meaning})"}
+        taken["--stack"] = "the library's modules as they are"
+    if optimizer:
+        taken["--optimizer"] = f"{options.optimizer} ({optimizer})"
+    return taken
+
+
 def prepare_single(request: Model) -> PreparedStep:
     """Prepare the step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
     cluster = one_gpu(request.gpu)  # invalid GPUs are reported before a capture
@@ -129,9 +147,9 @@ def prepare_single(request: Model) -> PreparedStep:
     trace = capture(model, options)
     step = single_step(trace, cluster, request, options)
     batch = None if model.samples is None else Batch(model.samples, model.sequence_length)
-    taken = taken_values(options, request.samples, model.sequence_length, model.optimizer)
+    taken = _taken_values(options, request.samples, model.sequence_length, model.optimizer)
     forward = options.inference and model.sequence_length is not None
-    notes = [forward_note(request.cache_length, request.sequence_length)] if forward else step.notes
+    notes = [_forward_note(request.cache_length, request.sequence_length)] if forward else step.notes
     return replace(step, warnings=[*step.warnings, *assumptions([trace])], batch=batch, taken=taken, notes=notes)
 
 
@@ -210,12 +228,12 @@ def prepare_spread(request: SpreadModel, captures: Path | None = None) -> Prepar
         cluster,
         built.memory,
         built.warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         band=band,
         notes=notes,
         balanced=balanced,
         batch=Batch(built.samples, built.sequence_length, made_of),
-        taken=taken_values(step, request.samples, built.sequence_length, "AdamW" if request.mode == "train" else "")
+        taken=_taken_values(step, request.samples, built.sequence_length, "AdamW" if request.mode == "train" else "")
         | placed_values(cluster),
     )
 
@@ -233,7 +251,7 @@ def prepare_sharded(request: ShardedTables) -> PreparedStep:
         cluster,
         built.memory,
         built.warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         batch=Batch(built.samples, made_of=f"{built.samples // gpus} on each of {gpus} GPUs"),
         taken={"--batch-size": f"{built.samples // gpus} (the plan's)"} | placed_values(cluster),
     )

@@ -23,8 +23,8 @@ from pydantic import Field
 from costmodel.base.errors import InputError
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 from e2e.explain.utilisation import GpuPrice, cost_of
-from e2e.sources.prepared_step import gpu_machine
 from e2e.sources.request import Request
+from e2e.sources.step_setting import gpu_machine
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
-from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
+from e2e.parallelism.spec import ParallelSpec, keys_of, parse_parallel, text_of
+from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, recipe_of
 from e2e.sources.request import GPU_HELP, GPUS_HELP, SOURCES, Cluster, Gpu, Host, Nodes, Request, source
 from e2e.step.option_fields import OptionField, option, options_of
 from e2e.step.options import (
     MODEL_PANEL,
     AloneOnGpu,
+    AttentionForm,
     Captured,
     Computed,
     Dtype,
@@ -40,7 +42,7 @@ from e2e.step.options import (
 from e2e.whatif.questions import BatchChange, BucketChange, OtherHost
 
 if TYPE_CHECKING:
-    from e2e.sources.prepared_step import PreparedStep
+    from costmodel.machines.machine_records import Machine
     from e2e.whatif.questions import Change
 
 
@@ -52,7 +54,7 @@ SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Modelled(Request, Host, Stack, Captured):
+class _Modelled(Request, Host, Stack, Captured, Gpu):
     """Request for a model that is built here."""
 
     panel = MODEL_PANEL
@@ -92,22 +94,56 @@ class _Modelled(Request, Host, Stack, Captured):
                 "--attention flash3-fp8: it has no gradients in 8 bits; give --mode inference, or name flash3"
             )
 
+    @property
+    def has_sequences(self) -> bool:
+        """True if the model is a transformer."""
+        from e2e.capture.models.transformer import PRESETS
+
+        return self.model_config is not None or self.model in PRESETS or Path(self.model or "").suffix == ".json"
+
     def settled(self) -> Self:
-        from e2e.sources import recipes
+        """Return the request with the recipe's values for all options that were not given.
 
-        fill: Any = recipes.settled  # for the two classes derived from this one
-        found: Self = fill(self)
-        return found
+        Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the
+        mode.
+        """
+        from e2e.sources.step_setting import gpu_machine
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
-        from e2e.sources import recipes
+        recipe = recipe_of(self.recipe)
+        if not self.has_sequences:
+            return self
+        if recipe.serves and self.mode != "inference":
+            raise InputError(f"--recipe {self.recipe}: is for inference; give --mode inference, or another recipe")
+        machine = gpu_machine(self.gpu)
+        dtype = self.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
+        attention = self.attention or self._attention(recipe, machine)
+        return replace(self, dtype=dtype, attention=attention, stack=self.stack or recipe.stack)
 
-        return recipes.settled_texts(asked, self)  # type: ignore[arg-type]
+    def _attention(self, recipe: TrainingRecipe, machine: Machine) -> AttentionForm:
+        """Return the attention kernel of ``recipe``, or the nearest one that the library's model supports."""
+        from e2e.capture.models.transformer import attention_forms
+        from e2e.parallelism.parallel_graph import configuration
+
+        if self.document_length is not None:
+            return PACKED_ATTENTION
+        wanted = recipe.kernel(machine)
+        known = attention_forms(*configuration(self.named))
+        return wanted if wanted in known or not known else next(iter(known))
+
+    def _recipe_texts(self, asked: Self, masters: bool) -> dict[str, str]:
+        """Describe, by option, the values that the recipe has set. ``masters``: with FP32 master weights."""
+        if self is asked:
+            return {}
+        kept = "FP32 master weights and states" if masters else "no FP32 master weights"
+        forward = self.mode != "train"
+        recipe = f"{DEFAULT_RECIPE} ({recipe_of(asked.recipe).about}{'' if forward else ' and AdamW'})"
+        dtype = f"{self.dtype}" + ("" if forward or self.dtype not in NUMBER_TYPES else f" ({kept})")
+        return {"--recipe": recipe, "--dtype": dtype} | ({} if self.stack is None else {"--stack": self.stack})
 
 
-@source("model on one GPU", "model", "model_config")
+@source("model on one GPU", "model", "model_config", prepared_by="e2e.sources.built_in_model:prepare_single")
 @dataclass(frozen=True, kw_only=True)
-class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
+class Model(LinearAttention, AloneOnGpu, _Modelled):
     """Request for a built-in model or a Hugging Face configuration on one GPU."""
 
     panel = MODEL_PANEL
@@ -120,16 +156,21 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
         if self.cache_length is not None and self.mode != "inference":
             raise InputError("--cache-length decodes: give --mode inference")
 
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.built_in_model import prepare_single
+    def settled(self) -> Self:
+        found = super().settled()
+        if found is self:
+            return self
+        trains = self.mode == "train" and found.dtype in NUMBER_TYPES
+        return replace(found, master_weights=trains and recipe_of(self.recipe).master_weights)
 
-        return prepare_single(self)
+    def settled_texts(self, asked: Self) -> dict[str, str]:
+        return self._recipe_texts(asked, self.master_weights)
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
 
 
-@source("model spread over GPUs", "parallel")
+@source("model spread over GPUs", "parallel", prepared_by="e2e.sources.built_in_model:prepare_spread")
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel(_Modelled, Cluster):
     """Request for a transformer spread over GPUs.
@@ -139,7 +180,6 @@ class SpreadModel(_Modelled, Cluster):
 
     panel = MODEL_PANEL
     single_operators = False
-    buckets = True
 
     parallel: ParallelSpec | None = option(
         "How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ...",
@@ -166,15 +206,30 @@ class SpreadModel(_Modelled, Cluster):
         if self.attention == "mla":
             raise InputError("--attention mla decodes on one GPU yet; name another kernel")
 
+    def settled(self) -> Self:
+        found = super().settled()
+        if found is self or found.parallel is None:
+            return found
+        masters, inference = found.dtype in NUMBER_TYPES, self.mode == "inference"
+        spec = recipe_of(self.recipe).spread(
+            found.parallel, masters=masters, inference=inference, length=self.sequence_length
+        )
+        return replace(found, parallel=spec)
+
+    def settled_texts(self, asked: Self) -> dict[str, str]:
+        spec = self.parallel
+        found = self._recipe_texts(asked, spec is not None and bool(spec.master_weights))
+        if not found or spec is None or asked.parallel is None:
+            return found
+        given = keys_of(asked.parallel)
+        more = {key: value for key, value in keys_of(spec).items() if key not in given and value not in ("no", "same")}
+        return found | {"--parallel": ",".join(f"{key}={value}" for key, value in more.items())}
+
     def meant_texts(self, asked: Self) -> dict[str, str]:
-        from e2e.sources.recipes import meant_texts
-
-        return meant_texts(asked, self)
-
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.built_in_model import prepare_spread
-
-        return prepare_spread(self)
+        given, spec = asked.parallel, self.parallel
+        if given is None or spec is None or given.recompute == spec.recompute:
+            return {}
+        return {"--parallel": f"{text_of(given)} ({asked.recipe}'s {given.recompute}: recompute={spec.recompute} here)"}
 
     def captured_anew(self, change: Change) -> Self | None:
         if isinstance(change, BatchChange):
@@ -201,8 +256,6 @@ class _Scripted(Request, Host, LinearAttention, Captured):
         write=script_name,
         kw_only=False,
     )
-    # MiB of a gradient bucket, if a what-if question changes the script's own.
-    bucket_mb: float | None = None
 
     def check(self) -> None:
         if self.attention in ("mla", "flash3-fp8"):
@@ -215,22 +268,15 @@ class _Scripted(Request, Host, LinearAttention, Captured):
 
         if isinstance(change, BatchChange) and "batch_size" in taken_names(self.script, ["batch_size"]):
             return replace(self, batch_size=change.samples)
-        if isinstance(change, BucketChange) and self.buckets:
-            return replace(self, bucket_mb=change.mebibytes)
         return None
 
 
-@source("script on one GPU", "script")
+@source("script on one GPU", "script", prepared_by="e2e.sources.user_script:prepare")
 @dataclass(frozen=True, kw_only=True)
 class Script(_Scripted, Gpu):
     """Request for a script's step on one GPU."""
 
     reason = "a script says itself what it runs"
-
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.user_script import prepare
-
-        return prepare(self)
 
 
 def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
@@ -244,24 +290,25 @@ def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-@source("script on several GPUs", "script gpus")
+@source("script on several GPUs", "script gpus", prepared_by="e2e.sources.user_script:prepare_ranks")
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob(_Scripted, Cluster):
     """Request for a script's step of several processes: DDP, FSDP2, tensor parallel ..."""
 
     panel = SCRIPT_PANEL
     reason = "a script says itself what it runs, and how it is spread"
-    buckets = True
 
     gpus: int = option(GPUS_HELP, least=1)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
+    # MiB of a gradient bucket, if a what-if question changes the script's own.
+    bucket_mb: float | None = None
 
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.user_script import prepare_ranks
-
-        return prepare_ranks(self)
+    def captured_anew(self, change: Change) -> Self | None:
+        if isinstance(change, BucketChange):
+            return replace(self, bucket_mb=change.mebibytes)
+        return super().captured_anew(change)
 
 
 @source("program", "command")
@@ -303,7 +350,6 @@ class _Recorded(Request):
 
     panel = TRACE_PANEL
     recorded = True
-    buckets = True
 
     dtype: Dtype | None = option("tf32: products of float32 run in TF32.", default=None)
 
@@ -312,7 +358,7 @@ class _Recorded(Request):
             raise InputError(f"--dtype {self.dtype}: number types are as recorded; only tf32 changes them")
 
 
-@source("execution trace", "traces")
+@source("execution trace", "traces", prepared_by="e2e.sources.recorded_job:prepare_trace")
 @dataclass(frozen=True, kw_only=True)
 class Trace(_Recorded, Routed, Host, Cluster):
     """Request from execution traces of one rank or of all ranks of a job: kernels and host times are predicted."""
@@ -333,18 +379,13 @@ class Trace(_Recorded, Routed, Host, Cluster):
 
         super().check()
         several = (self.gpus or 1) > 1 or (self.nodes or 1) > 1 or len(expand_files(self.traces)) > 1
-        if self.skew is not None and not several:
-            raise InputError("--skew is for several ranks; give --gpus")
+        if self.speed_spread is not None and not several:
+            raise InputError("--speed-spread is for several ranks; give --gpus")
         if self.network is not None and not several:
             raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
 
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.recorded_job import prepare_trace
 
-        return prepare_trace(self)
-
-
-@source("recorded run", "kineto")
+@source("recorded run", "kineto", prepared_by="e2e.sources.recorded_job:prepare_recording")
 @dataclass(frozen=True, kw_only=True)
 class Recording(_Recorded, Nodes):
     """Request from profiles of a run, with or without its execution traces: recorded kernel and host times are used."""
@@ -370,16 +411,11 @@ class Recording(_Recorded, Nodes):
         if self.retarget is not None and not self.traces:
             raise InputError("--retarget needs the operators behind the kernels; give --trace of every rank too")
 
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.recorded_job import prepare_recording
-
-        return prepare_recording(self)
-
 
 # --- my tables ------------------------------------------------------------------------------------
 
 
-@source("sharded DLRM", "sharding", "tables")
+@source("sharded DLRM", "sharding", "tables", prepared_by="e2e.sources.built_in_model:prepare_sharded")
 @dataclass(frozen=True, kw_only=True)
 class ShardedTables(Request, Host, Computed, Cluster):
     """Request for a training step of DLRM with embedding tables sharded by a plan of ``python -m e2e shard``."""
@@ -396,11 +432,6 @@ class ShardedTables(Request, Host, Computed, Cluster):
     def check(self) -> None:
         if self.model != "dlrm":
             raise InputError("--sharding and --config are for --model dlrm")
-
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.built_in_model import prepare_sharded
-
-        return prepare_sharded(self)
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from costmodel.machines.cluster import Cluster
+from costmodel.machines.machine_records import Machine
 from e2e.capture.script_errors import oversized_told
 from e2e.explain.prediction import AskedValue
 from e2e.price.host_overheads import check_overheads, standing_in
-from e2e.sources.prepared_step import PreparedStep, meant_values, run, told
+from e2e.sources.prepared_step import PreparedStep, run, told
 from e2e.sources.request import Request
-from e2e.step.option_fields import options_of
+from e2e.step.option_fields import Options, options_of
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
@@ -42,6 +44,16 @@ def _values(request: Request, taken: Mapping[str, str], meant: Mapping[str, str]
                 yield AskedValue(flag, default, False)
 
 
+def _meant_values(request: Options, machine: Machine, cluster: object) -> dict[str, str]:
+    """Return the meaning of option values that depends on ``machine`` and ``cluster``, by option."""
+    meant = {}
+    if isinstance(cluster, Cluster) and cluster.network_text:
+        meant["--network"] = cluster.network_text
+    if getattr(request, "dtype", None) == "tf32" and "tf32" not in machine.compute:
+        meant["--dtype"] = f"tf32 (computed in float32: {machine.name} has no units for TF32)"
+    return meant
+
+
 def predict_request(request: Request) -> PredictionResult:
     """Predict the step of ``request``, with a row for each of its what-if questions."""
     check_overheads(getattr(request, "overheads", None))
@@ -69,6 +81,6 @@ def _answer(request: Request, given: Request, step: PreparedStep) -> PredictionR
     host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
     found = told(run(step), notes=[host] if host else [])
     taken = {**step.taken, **request.settled_texts(given)}
-    meant = meant_values(request, machine, step.cluster) | request.meant_texts(given)
+    meant = _meant_values(request, machine, step.cluster) | request.meant_texts(given)
     asked = asked_values(given, taken, meant)
     return replace(found, prediction=replace(found.prediction, asked=asked))

@@ -1,29 +1,27 @@
 """Training recipes: ``--recipe NAME`` sets kernels, number types, optimizer and overlap as a training library does.
 
-:data:`TRAINING_RECIPES` is the table; ``docs/parallel.md`` describes the recipes. :func:`settled` fills the values of a
-recipe in for all options that were not given.
+:data:`TRAINING_RECIPES` is the table; ``docs/parallel.md`` describes the recipes. Requests of models fill the values of
+their recipe in for all options that were not given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_records import Machine
-from e2e.parallelism.spec import ParallelSpec, Recompute, ReduceDtype, keys_of, text_of
-from e2e.sources.known_requests import Model, SpreadModel
-from e2e.sources.prepared_step import gpu_machine
+from e2e.parallelism.spec import ParallelSpec, Recompute, ReduceDtype, text_of
 from e2e.step.options import AttentionForm, Dtype
+
+if TYPE_CHECKING:
+    from costmodel.machines.machine_records import Machine
 
 # 16-bit number types in order of preference; the first supported by the GPU is used.
 NUMBER_TYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
 # Attention kernel that supports documents on every GPU with fused attention.
 PACKED_ATTENTION: AttentionForm = "flash2"
 DEFAULT_RECIPE = "plain"
-M = TypeVar("M", Model, SpreadModel)
 
 
 @dataclass(frozen=True)
@@ -135,81 +133,3 @@ def recipe_of(name: str | None) -> TrainingRecipe:
     if name is not None and name not in TRAINING_RECIPES:
         raise InputError(f"--recipe {name}: choose one of {', '.join(TRAINING_RECIPES)}")
     return TRAINING_RECIPES[name or DEFAULT_RECIPE]
-
-
-def settled(request: M) -> M:
-    """Return ``request`` with the recipe's values for all options that were not given.
-
-    Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the mode.
-    """
-    recipe = recipe_of(request.recipe)
-    if not has_sequences(request):
-        return request
-    if recipe.serves and request.mode != "inference":
-        raise InputError(f"--recipe {request.recipe}: is for inference; give --mode inference, or another recipe")
-    machine = gpu_machine(request.gpu)
-    dtype = request.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
-    masters = dtype in NUMBER_TYPES
-    found: Any = replace(
-        request,
-        dtype=dtype,
-        attention=request.attention or _attention(request, recipe, machine),
-        stack=request.stack or recipe.stack,
-    )
-    if isinstance(request, Model):
-        found = replace(found, master_weights=masters and recipe.master_weights and request.mode == "train")
-    if isinstance(request, Model) or found.parallel is None:
-        filled: M = found
-        return filled
-    inference, length = request.mode == "inference", request.sequence_length
-    spec = recipe.spread(found.parallel, masters=masters, inference=inference, length=length)
-    return replace(found, parallel=spec)
-
-
-def settled_texts(request: Model | SpreadModel, found: Model | SpreadModel) -> dict[str, str]:
-    """Describe, by option, the values that the recipe of ``request`` has set in ``found``."""
-    if found is request:
-        return {}
-    recipe = recipe_of(request.recipe)
-    spec = None if isinstance(found, Model) else found.parallel
-    masters = found.master_weights if isinstance(found, Model) else spec is not None and bool(spec.master_weights)
-    kept = "FP32 master weights and states" if masters else "no FP32 master weights"
-    forward = request.mode != "train"
-    texts = {
-        "--recipe": f"{DEFAULT_RECIPE} ({recipe.about}{'' if forward else ' and AdamW'})",
-        "--dtype": f"{found.dtype}" + ("" if forward or found.dtype not in NUMBER_TYPES else f" ({kept})"),
-    }
-    if found.stack is not None:
-        texts["--stack"] = found.stack
-    if isinstance(request, SpreadModel) and request.parallel is not None and spec is not None:
-        given, whole = keys_of(request.parallel), keys_of(spec)
-        more = [f"{key}={value}" for key, value in whole.items() if key not in given and value not in ("no", "same")]
-        texts["--parallel"] = ",".join(more)
-    return texts
-
-
-def meant_texts(request: SpreadModel, found: SpreadModel) -> dict[str, str]:
-    """Describe, by option, values of ``request`` whose meaning differs in its recipe, as set in ``found``."""
-    asked, spec = request.parallel, found.parallel
-    if asked is None or spec is None or asked.recompute == spec.recompute:
-        return {}
-    return {"--parallel": f"{text_of(asked)} ({request.recipe}'s {asked.recompute}: recompute={spec.recompute} here)"}
-
-
-def has_sequences(request: Model | SpreadModel) -> bool:
-    """True if the model is a transformer."""
-    from e2e.capture.models.transformer import PRESETS
-
-    return request.model_config is not None or request.model in PRESETS or Path(request.model or "").suffix == ".json"
-
-
-def _attention(request: Model | SpreadModel, recipe: TrainingRecipe, machine: Machine) -> AttentionForm:
-    """Return the attention kernel of ``recipe``, or the nearest one that the library's model supports."""
-    from e2e.capture.models.transformer import attention_forms
-    from e2e.parallelism.parallel_graph import configuration
-
-    if request.document_length is not None:
-        return PACKED_ATTENTION
-    wanted = recipe.kernel(machine)
-    known = attention_forms(*configuration(request.named))
-    return wanted if wanted in known or not known else next(iter(known))

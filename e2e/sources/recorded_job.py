@@ -22,21 +22,13 @@ from e2e.price.host_overheads import OverheadTable, fitted_overheads
 from e2e.price.recorded_kernels import Scaling, retarget, with_measured
 from e2e.sources.built_in_model import single_step
 from e2e.sources.known_requests import Recording, Trace
-from e2e.sources.prepared_step import (
-    PreparedStep,
-    cluster_of,
-    gpu_machine,
-    on_machine,
-    one_gpu,
-    setting_of,
-    step_options,
-)
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.step_setting import cluster_of, gpu_machine, on_machine, one_gpu, setting_of, step_options
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions, Tf32Switches
-from e2e.traces.formats.last_step import last_step, read_last_step
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import (
     RecordedRun,
@@ -46,7 +38,7 @@ from e2e.traces.recorded_run import (
     read_recorded_run,
     recorded_machine,
 )
-from e2e.traces.step_window import choose, doubts
+from e2e.traces.step_window import choose, doubts, last_step, read_last_step
 from e2e.whatif.traced_rank import TracedRank
 
 
@@ -106,7 +98,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
     setting = setting_of(request, cluster.machine, options)
-    skew = request.skew
+    spread = request.speed_spread
     lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
     warnings = [
@@ -114,7 +106,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
         f"the {count} ranks are taken to begin together, as execution traces do not tell; where they begin apart, "
         "collectives wait, which no interval here holds: give the profiles of all ranks, too (--kineto)",
     ]
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, speed_spread=spread, traced=traced)
 
 
 def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
@@ -127,13 +119,13 @@ def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
     trace = replace(operators, world_size=gpus)
     options = on_machine(step_options(request), cluster.machine, recorded_switches([trace]))
     setting = setting_of(request, cluster.machine, options)
-    skew = request.skew
+    spread = request.speed_spread
     lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
     traced = {trace.rank: TracedRank(trace, options)}
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, speed_spread=spread, traced=traced)
 
 
 _INFLATED = "host times are as recorded, the profiler's share included"

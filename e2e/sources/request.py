@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from e2e.simulate.skew import Skew, parse_skew, skew_text
+from costmodel.base.errors import InputError
 from e2e.step.option_fields import Options, option
 from e2e.step.options import STEP_PANEL
 from e2e.whatif.questions import WhatIf, parse_what_if
@@ -43,18 +44,18 @@ class Request(Options):
     title: ClassVar[str]
     # Sets of options; any complete set selects this source.
     chosen_by: ClassVar[tuple[tuple[str, ...], ...]]
+    # Function that prepares the step, as MODULE:FUNCTION: it is loaded on first use, as it may need PyTorch.
+    prepared_by: ClassVar[str]
     # Reason in the error for an option that it lacks; empty: the error lists the sources that have the option.
     reason: ClassVar[str] = ""
     # True if the step is recorded, so its operators are fixed.
     recorded: ClassVar[bool] = False
     # True if single operators are known, so that some of them can be changed.
     single_operators: ClassVar[bool] = True
-    # True if it has gradient buckets.
-    buckets: ClassVar[bool] = False
 
     what_if: tuple[WhatIf, ...] = option(
-        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
-        "fuse:REGEX; with + several at once. Repeatable: each alone, and all together.",
+        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, batch-embeddings, fuse:REGEX; with + "
+        "several at once. Repeatable: each alone, and all together.",
         default=(),
         several=True,
         read=_questions,
@@ -95,7 +96,8 @@ class Request(Options):
 
     def prepare(self) -> PreparedStep:
         """Return the step, ready to be priced."""
-        raise NotImplementedError
+        found: PreparedStep = resolve_name(self.prepared_by)(self)
+        return found
 
     def captured_anew(self, change: Change) -> Self | None:
         """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
@@ -125,6 +127,12 @@ class Gpu(Options):
     gpu: str = option(GPU_HELP, read=os.fspath)
 
 
+def _spread(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise InputError(f"--speed-spread {value:g}: must be from 0 to 1")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nodes(Options):
     """Number of nodes, and the network between them."""
@@ -144,11 +152,11 @@ class Cluster(Nodes, Gpu):
     panel = MACHINE_PANEL
 
     gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
-    skew: Skew | None = option(
-        "How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.",
+    speed_spread: float | None = option(
+        "Standard deviation of the GPUs' speeds, such as 0.02; 0: all alike. Default: all as slow as the slowest of a "
+        "band that is fitted to published steps.",
         default=None,
-        read=lambda value: parse_skew(value) if isinstance(value, str) else value,
-        write=skew_text,
+        read=_spread,
     )
 
 
@@ -157,16 +165,18 @@ SOURCES: list[type[Request]] = []
 R = TypeVar("R", bound=type[Request])
 
 
-def source(title: str, *chosen_by: str) -> Callable[[R], R]:
+def source(title: str, *chosen_by: str, prepared_by: str = "") -> Callable[[R], R]:
     """Decorate a request class to register it as a source.
 
     ``title``: for messages; ``chosen_by``: texts of field names separated by spaces; the options select this class if
-    all fields of one text are given, unless a class registered later is selected too.
+    all fields of one text are given, unless a class registered later is selected too; ``prepared_by``: MODULE:FUNCTION
+    that prepares its step, for a class without its own ``prepare``.
     """
 
     def register(record: R) -> R:
         record.title = title
         record.chosen_by = tuple(tuple(each.split()) for each in chosen_by)
+        record.prepared_by = prepared_by
         SOURCES.append(record)
         return record
 

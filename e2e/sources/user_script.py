@@ -14,16 +14,8 @@ from e2e.lowering.lower_trace import lower_ranks
 from e2e.price.speed_band import band_of
 from e2e.sources.built_in_model import assumptions, require_size, single_step
 from e2e.sources.known_requests import Script, ScriptJob
-from e2e.sources.prepared_step import (
-    Batch,
-    PreparedStep,
-    cluster_of,
-    on_machine,
-    one_gpu,
-    placed_values,
-    setting_of,
-    step_options,
-)
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
 from e2e.step.operator_trace import OperatorTrace, has_own_samples
 from e2e.step.options import Dtype, SeenGpu, StepOptions, Tf32Switches
 from e2e.whatif.traced_rank import TracedRank
@@ -84,7 +76,7 @@ def prepare_ranks(request: ScriptJob) -> PreparedStep:
         cluster,
         lowered.memory,
         warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         band=band_of(cluster.machine),
         batch=_batch(*sizes, captured.traces, gpus),
         taken=taken,

@@ -1,33 +1,22 @@
 """Applies what-if questions to a prepared step.
 
-Captured steps are captured anew for another batch or other gradient buckets; recorded steps are resized through their
-operators. All other changes edit the graph of the step.
+Steps are captured anew for another batch or other gradient buckets. All other changes edit the graph of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
-from costmodel.collectives import collective_cost_model
-from costmodel.cost_model import CostModel
-from costmodel.machines.cluster import load_cluster
-from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
-from e2e.explain.predictor import PredictionResult, RecordedSite
-from e2e.lowering.lower_trace import memory_of
-from e2e.lowering.torch_compile import compile_rank
-from e2e.price.collective_pricing import NodeLayout
+from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
-from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
-from e2e.whatif.merged_calls import MergedCalls, batched_lookups, bucket_sizes, fusible_chains, joined_buckets, merge
-from e2e.whatif.other_batch import Estimates, recorded_batch, resized, resized_graph
-from e2e.whatif.other_streams import move
+from e2e.whatif.paired_intervals import ComparedStep, Comparison
 from e2e.whatif.questions import (
     BatchChange,
     BatchedLookups,
@@ -36,23 +25,16 @@ from e2e.whatif.questions import (
     FasterHost,
     FasterKernels,
     FusedOperators,
-    MovedOperators,
     OtherHost,
     WhatIf,
     together,
 )
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import TracedRank, names_in
+from e2e.whatif.traced_rank import Estimates, MergedCalls, TracedRank, batched_lookups, fusible_chains, merge, names_in
 
 # Changes of single operators.
-_OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
+_OF_OPERATORS = (BatchedLookups, FusedOperators)
 _LISTED = 8
-_BESIDE = (
-    "kernels of several streams are taken to be no slower beside each other: what is gained is the most that can be"
-)
-_OF_ONE = (
-    "a recorded batch of one launches less: copies that are views of a single sample are missing; record two at least"
-)
 
 
 def check_questions(request: Request) -> None:
@@ -67,12 +49,14 @@ def check_questions(request: Request) -> None:
 
 
 def _refused(change: Change, request: Request) -> str | None:
-    if isinstance(change, BatchChange) and change.recorded is not None and not request.recorded:
-        return f"the step is no recorded one; write batch={change.samples}"
-    if isinstance(change, BucketChange) and not request.buckets:
-        return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
+    if isinstance(change, BatchChange) and request.captured_anew(change) is None:
+        if request.recorded:
+            return "a recorded step has its own batch; predict the step of its --script or --model with another"
+        return "the script's function takes no batch_size; give it that argument"
+    if isinstance(change, BucketChange) and request.captured_anew(change) is None:
+        return "buckets of gradients are those of several GPUs, captured: give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
-        if not request.single_operators and not isinstance(change, BatchChange):
+        if not request.single_operators:
             return f"a {request.title} has whole layers, whose operators are not single"
         if request.recorded and not getattr(request, "traces", True):
             return "profiles alone do not tell tensors; give --trace of every rank too"
@@ -167,22 +151,15 @@ class WhatIfSteps:
 
     def _samples(self) -> int | None:
         """Samples of the unchanged step, if known."""
-        asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
-        if not asked:
+        if not any(isinstance(change, BatchChange) for each in self.request.what_if for change in each.changes):
             return None
-        given = getattr(self.request, "batch_size", None)
-        if asked[0].recorded is not None or given is not None:
-            return asked[0].recorded or given
+        given: int | None = getattr(self.request, "batch_size", None)
+        if given is not None:
+            return given
         if self.step.batch is not None and self.step.batch.batch_size is not None:
             return self.step.batch.batch_size
-        if isinstance(self.request, Model | SpreadModel):
-            return self.request.samples
-        if not self.request.single_operators:
-            return None
-        try:
-            return recorded_batch(next(iter(self.step.traced.values())).trace)
-        except InputError:
-            return None
+        known: int | None = getattr(self.request, "samples", None)
+        return known
 
     # --- the graph changed ----------------------------------------------------------------------------
 
@@ -194,10 +171,6 @@ class WhatIfSteps:
                 f"--what-if: the operators of {step.graph.source} are not known, only its kernels; "
                 "give the execution trace too, with --trace"
             )
-        if isinstance(change, BatchChange):
-            return self._resized(step, change)
-        if isinstance(change, BucketChange):
-            return self._joined(step, change)
         if isinstance(change, BatchedLookups):
             return self._merged(step, batched_lookups, "batch-embeddings: no two lookups by embedding_bag are alike "
                                 "(as many bags, as wide, of one number type); leave it out")  # fmt: skip
@@ -209,8 +182,6 @@ class WhatIfSteps:
                 f"fuse:{change.pattern}: no two element-wise operators that follow each other match; the step has "
                 f"{names} ...",
             )
-        if isinstance(change, MovedOperators):
-            return self._moved(step, change)
         if isinstance(change, FasterKernels | FasterHost):
             speeds = SpeedChange((*(step.speeds.changes if step.speeds else ()), change), step.traced)
             speeds.check(step.graph)
@@ -221,46 +192,6 @@ class WhatIfSteps:
                 f"--what-if host={change.table}: the host's times are as recorded; host=1.5x makes them faster"
             )
         return replace(step, setting=replace(step.setting, overheads=load_overheads(change.table)))
-
-    def _resized(self, step: PreparedStep, change: BatchChange) -> PreparedStep:
-        traced = {
-            rank: replace(each, trace=resized(each.trace, change.samples, change.recorded))
-            for rank, each in step.traced.items()
-        }
-        architecture = step.setting.machine.chip().architecture
-        memory = {rank: memory_of(each.trace, architecture) for rank, each in traced.items()}
-        if any(task.duration is not None for rank in step.graph.ranks for task in rank.tasks):
-            graph = resized_graph(step.graph, step.traced, traced, self._estimates, self._transfers)
-        else:
-            ranks = (self._lowered(traced[rank.rank]) for rank in step.graph.ranks)
-            graph = replace(step.graph, ranks=tuple(ranks))
-        batches = {change.recorded or recorded_batch(each.trace) for each in step.traced.values()}
-        warnings = [*step.warnings, *([_OF_ONE] if 1 in batches else [])]
-        return replace(step, graph=graph, traced=traced, memory=memory, warnings=warnings)
-
-    def _lowered(self, traced: TracedRank) -> RankGraph:
-        lowered = traced.lowered
-        return compile_rank(lowered, traced.trace) if self.step.setting.compiled else lowered
-
-    def _transfers(self) -> tuple[NodeLayout, CostModel]:
-        """Return the cluster of the step; for a recorded run, one with as many of its GPUs as it has ranks."""
-        cluster = self.step.cluster
-        if isinstance(cluster, RecordedSite):
-            graph = self.step.graph
-            gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
-            cluster = load_cluster(self.step.setting.machine.name, gpus, cluster.nodes)
-        return cluster, collective_cost_model(cluster)
-
-    def _joined(self, step: PreparedStep, change: BucketChange) -> PreparedStep:
-        graph = joined_buckets(step.graph, change.mebibytes * 2**20, self._transfers)
-        if all(len(new.tasks) == len(old.tasks) for new, old in zip(graph.ranks, step.graph.ranks, strict=True)):
-            sizes = bucket_sizes(step.graph)
-            told = f"has buckets of {min(sizes) / 2**20:.1f} to {max(sizes) / 2**20:.1f} MiB" if sizes else "has none"
-            raise InputError(
-                f"--what-if bucket-mb={change.mebibytes:g}: the step {told}; buckets of a recorded step are joined to "
-                "larger ones, not split: when their parts were ready is not recorded; ask for larger ones"
-            )
-        return replace(step, graph=graph)
 
     def _merged(
         self, step: PreparedStep, find: Callable[[TracedRank], list[MergedCalls]], nothing: str
@@ -285,16 +216,3 @@ class WhatIfSteps:
             # Replacements of recorded work have no times yet; existing times are kept.
             graph = price(graph, self._estimates.model, step.setting.overheads)
         return replace(step, graph=graph, traced=traced)
-
-    def _moved(self, step: PreparedStep, change: MovedOperators) -> PreparedStep:
-        calls: Mapping[int, set[int]] = {
-            rank: traced.by_now(traced.matching(change.pattern)) for rank, traced in step.traced.items()
-        }
-        if not any(calls.values()):
-            names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
-            raise InputError(
-                f"--what-if stream:{change.pattern}={change.stream}: no operator that launches something matches; the "
-                f"step has {names} ..."
-            )
-        ranks = tuple(move(rank, step.traced[rank.rank], calls[rank.rank], change.stream) for rank in step.graph.ranks)
-        return replace(step, graph=replace(step.graph, ranks=ranks), warnings=[*step.warnings, _BESIDE])

@@ -93,10 +93,9 @@ BELOW_FUNCTIONAL = {
 }
 
 # Operators of communication inside a layer, as in captures of parallel models -> kind and ranks that take part: ``tp``
-# shares the layer, ``cp`` the sequences (``cp heads``: those of them that exchange tokens for heads), ``ep`` divides
-# the experts, also split into the ranks inside a node and the ranks at the same place in every node. ``GATHERED_AGAIN``
-# gathers data that the next kernel does not need yet: Megatron-LM gathers the input of a product again while it
-# computes the gradient of that input.
+# shares the layer, ``cp`` the sequences, ``ep`` divides the experts, also split into the ranks inside a node and the
+# ranks at the same place in every node. ``GATHERED_AGAIN`` gathers data that the next kernel does not need yet:
+# Megatron-LM gathers the input of a product again while it computes the gradient of that input.
 LIBRARY = "parallel"
 GATHERED_AGAIN = f"{LIBRARY}::all_gather_again"
 # Other communication that the next kernel does not wait for: keys of other ranks during the block of the rank's own
@@ -112,7 +111,7 @@ INSIDE_LAYERS = {
     f"{LIBRARY}::context_reduce_scatter": ("reduce_scatter", "cp"),
     f"{LIBRARY}::context_all_gather_early": ("all_gather", "cp"),
     f"{LIBRARY}::context_all_to_all": ("all_to_all", "cp"),
-    f"{LIBRARY}::context_heads": ("all_to_all", "cp heads"),
+    f"{LIBRARY}::context_heads": ("all_to_all", "cp"),
     f"{LIBRARY}::expert_all_to_all": ("all_to_all", "ep"),
     f"{LIBRARY}::expert_inside": ("all_to_all", INSIDE_NODES),
     f"{LIBRARY}::expert_across": ("all_to_all", ACROSS_NODES),

@@ -362,8 +362,6 @@ class StepOptions(AloneOnGpu, Stack, LinearAttention, Captured):
     tf32: Tf32Switches | None = None
     # AdamW of a 16-bit transformer updates FP32 copies of the weights.
     master_weights: bool = False
-    # Weights are gathered in 8 bits.
-    weights_arrive: bool = False
     # Bucket size of gradients in MiB, overriding the script's argument of DDP (None: no override).
     bucket_mb: float | None = None
     # GPU reported to a script.

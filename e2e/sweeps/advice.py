@@ -17,8 +17,8 @@ from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, SpreadModel, Trace
 from e2e.sources.predict_request import predict_request
-from e2e.sources.prepared_step import gpu_machine
 from e2e.sources.request import Request
+from e2e.sources.step_setting import gpu_machine
 from e2e.step.memory_room import largest_fitting
 from e2e.step.options import Dtype
 
@@ -161,9 +161,6 @@ def _spreads(spec: ParallelSpec, batch: int) -> Iterator[tuple[str, str, Paralle
         if degree % 2 == 0:
             other, size = _halved(spec, batch, name)
             yield "degrees", f"half of {name}, twice the replicas: more memory per GPU", other, size
-    if spec.pp > 1 and spec.schedule == "1f1b":
-        needs = "gradients of weights computed apart (zero-bubble pipeline schedule)"
-        yield "schedule", needs, replace(spec, schedule="zero-bubble"), batch
     if spec.pp > 1 and batch % 2 == 0:
         other = replace(spec, micro_batches=2 * spec.micro_batches)
         yield "micro-batches", "the same batch in smaller micro-batches", other, batch // 2

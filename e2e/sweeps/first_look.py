@@ -18,7 +18,7 @@ from costmodel.machines.cluster import Cluster, load_cluster
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources.known_requests import SpreadModel
 from e2e.sources.predict_request import predict_request
-from e2e.sources.recipes import TrainingRecipe, has_sequences, recipe_of
+from e2e.sources.recipes import TrainingRecipe, recipe_of
 from e2e.step.memory import EXPERT_DIMENSIONS
 from e2e.step.memory_room import memory_room, verdict
 from e2e.step.options import Dtype
@@ -241,7 +241,7 @@ def with_best_way(request: SpreadModel) -> tuple[SpreadModel, str]:
     from e2e.parallelism.parallel_graph import configuration, layer_count
 
     gpus = request.gpus or 1
-    if gpus == 1 or request.mode != "train" or not has_sequences(request):
+    if gpus == 1 or request.mode != "train" or not request.has_sequences:
         several = f"{gpus} GPUs" if gpus > 1 else f"{request.nodes} nodes"
         raise InputError(
             f"{several}: say how the work is spread, such as --parallel dp=8 or --parallel fsdp=8 (a --script says it "

@@ -74,7 +74,7 @@ class RunPlan:
             self._price(name)
 
     def _price(self, gpu: str) -> float:
-        from e2e.sources.prepared_step import gpu_machine
+        from e2e.sources.step_setting import gpu_machine
 
         assert self.prices is not None
         return self.prices.of(gpu, gpu_machine(gpu).name).per_gpu_hour

@@ -21,8 +21,9 @@ from costmodel.base.process import pass_ending
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources import built_in_model
 from e2e.sources.known_requests import SpreadModel
-from e2e.sources.prepared_step import PreparedStep, cluster_of, run
+from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Cluster
+from e2e.sources.step_setting import cluster_of
 from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from e2e.step.execution_graph import OverheadKind
-from e2e.traces.formats.kineto import HostSpan, KinetoTrace
+from e2e.traces.kineto import HostSpan, KinetoTrace
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from e2e.step.operator_trace import (
     of_forward_calls,
     settled_phases,
 )
-from e2e.traces.formats.kineto import HostSpan, KinetoTrace
 from e2e.traces.host_time import Nesting, launches_by_correlation, nest
+from e2e.traces.kineto import HostSpan, KinetoTrace
 
 Method = Literal["function id", "external id", "order on each thread"]
 

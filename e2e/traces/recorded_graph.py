@@ -31,12 +31,19 @@ from e2e.step.execution_graph import (
     Task,
     TaskKind,
 )
-from e2e.traces.formats.kineto import CollectiveInfo, DeviceSpan, HostSpan, KinetoTrace
 from e2e.traces.host_time import Burst, HostPieces, bursts, nest, top_operators
-from e2e.traces.launches import TOLERANCE, DeviceOrder, LaunchCosts, LaunchedWork, device_works
+from e2e.traces.kineto import CollectiveInfo, DeviceSpan, HostSpan, KinetoTrace
+from e2e.traces.launches import (
+    TOLERANCE,
+    DeviceOrder,
+    LaunchCosts,
+    LaunchedWork,
+    Synchronizations,
+    TimedActions,
+    device_works,
+)
 from e2e.traces.linked_trace import CallNames, LinkedTrace, profiled_ranges
 from e2e.traces.step_window import StepWindow, choose_together, iterations
-from e2e.traces.synchronization import Synchronizations, TimedActions
 
 _EVERYONE = "all ranks"
 

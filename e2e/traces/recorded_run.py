@@ -20,9 +20,9 @@ from costmodel.machines.machine_file import driver_names, load_machine, machine_
 from costmodel.machines.machine_records import Machine
 from e2e.step.collective_names import kind_of, kind_of_short
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Value
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import KinetoTrace, read_kineto
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.linked_trace import LinkedTrace, link
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")

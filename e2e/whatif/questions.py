@@ -15,10 +15,9 @@ from costmodel.base.units import whole_number
 
 @dataclass(frozen=True)
 class BatchChange:
-    """Change of the samples per step; ``recorded``: samples of a recorded step, if its tensors do not tell."""
+    """Change of the samples per step."""
 
     samples: int
-    recorded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,6 @@ class FusedOperators:
     """Fusion of chains of element-wise operators whose names match ``pattern`` into one kernel each."""
 
     pattern: str
-
-
-@dataclass(frozen=True)
-class MovedOperators:
-    """Move of operators whose names match ``pattern`` to another ``stream``, ordered only by their data."""
-
-    pattern: str
-    stream: int
 
 
 @dataclass(frozen=True)
@@ -70,18 +61,9 @@ class OtherHost:
     table: Path
 
 
-Change = (
-    BatchChange
-    | BucketChange
-    | BatchedLookups
-    | FusedOperators
-    | MovedOperators
-    | FasterKernels
-    | FasterHost
-    | OtherHost
-)
+Change = BatchChange | BucketChange | BatchedLookups | FusedOperators | FasterKernels | FasterHost | OtherHost
 MOST_FACTOR = 1e6  # largest speed-up: practically removes the kernel
-# Order in which changes are applied: another batch has other kernels, which are then fused, moved and made faster.
+# Order in which changes are applied: another batch has other kernels, which are then fused and made faster.
 ORDER: tuple[type, ...] = get_args(Change)
 # Changes of which a step can have only one of each name.
 _ONCE = {BatchChange: "batch", BucketChange: "bucket-mb", BatchedLookups: "batch-embeddings", FasterHost: "host",
@@ -138,11 +120,10 @@ def _change(part: str, text: str) -> Change:
 
 
 def _batch(value: str) -> BatchChange:
-    before, colon, after = value.rpartition(":")
-    recorded, samples = whole_number(before), whole_number(after)
-    if not samples or (colon and not recorded):
-        raise ValueError("batch= takes a number of samples, or RECORDED:NEW such as batch=32:512")
-    return BatchChange(samples, recorded)
+    samples = whole_number(value)
+    if not samples:
+        raise ValueError("batch= takes a number of samples, such as batch=512")
+    return BatchChange(samples)
 
 
 def _bucket(value: str) -> BucketChange:
@@ -155,14 +136,6 @@ def _lookups(value: str) -> BatchedLookups:
 
 def _fuse(value: str) -> FusedOperators:
     return FusedOperators(_pattern(value, "fuse:"))
-
-
-def _stream(value: str) -> MovedOperators:
-    pattern, _, text = value.rpartition("=")
-    number = whole_number(text)
-    if number is None:
-        raise ValueError("stream: takes PATTERN=NUMBER, such as stream:embedding=2")
-    return MovedOperators(_pattern(pattern, "stream:"), number)
 
 
 def _kernels(value: str) -> FasterKernels:
@@ -217,13 +190,11 @@ _READERS: dict[str, Callable[[str], Change]] = {
     "bucket-mb=": _bucket,
     "batch-embeddings": _lookups,
     "fuse:": _fuse,
-    "stream:": _stream,
     "kernels:": _kernels,
     "host=": _host,
 }
 # A plus sign inside a regular expression does not separate changes.
 _BETWEEN = re.compile(rf"\+(?={'|'.join(_READERS)})")
 FORMS = (
-    "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "stream:REGEX=N", "batch-embeddings",
-    "fuse:REGEX",
+    "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "batch-embeddings", "fuse:REGEX",
 )  # fmt: skip

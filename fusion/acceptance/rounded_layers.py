@@ -20,8 +20,8 @@ import numpy as np
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d, Dense
-from fusion.comparing.engines.engine import ENGINES, REFERENCE, EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import ENGINES, REFERENCE, EngineWorkload, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.model.named_arrays import Arrays, TensorInfo
 
 if TYPE_CHECKING:

@@ -342,7 +342,7 @@ def read_graph(
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.model_file import require_loaded
-    from fusion.relax.onnx.quantised_model import told_in_floats
+    from fusion.relax.onnx.quantised_model import float_layer_notes
 
     target = this_cpu(machine, threads, say)
     cpu = target.cpu
@@ -352,7 +352,7 @@ def read_graph(
     require_loaded(model)
     graph = extract_graph(imported.mod)
     require_float(graph, precision)
-    return ReadModel(graph, target.machine, cpu, tuple(told_in_floats(imported.in_floats)))
+    return ReadModel(graph, target.machine, cpu, tuple(float_layer_notes(imported.in_floats)))
 
 
 def analyze_in(
@@ -415,11 +415,11 @@ def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, floa
 
 
 def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain) -> bool:
-    """True if ``site`` is a pair of dense convolutions whose fusion saves nothing significant by prediction.
+    """True if ``site`` is a pair of dense convolutions whose fusion is not predicted to save 2 %.
 
     Both bounds must agree: full overlap of memory and arithmetic, and no overlap. A ResNet has dozens of such pairs;
-    sites of other kinds are always measured. ``seconds``: predictions for its kernel and for those it replaces;
-    ``explain``: the roofline.
+    sites of other kinds are left out under a time limit alone, if they lose clearly. ``seconds``: predictions for its
+    kernel and for those it replaces; ``explain``: the roofline.
     """
     if not has_dense_window(site.operator):
         return False

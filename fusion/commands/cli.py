@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records | doctor``.
+"""``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | doctor``.
 
 Exit status: 0 done, 1 ``doctor`` found a problem, 2 error in the user's input or output (one line on stderr), 130
 stopped with Ctrl-C, 143 ended by SIGTERM. With ``--json`` standard output contains only JSON; progress and messages go
@@ -20,8 +20,7 @@ import typer
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
-from fusion.commands import records_command
-from fusion.comparing.engines.engine import DEFAULT, ENGINES
+from fusion.comparing.engine import DEFAULT, ENGINES
 from schedules.contract.tvm_import import import_tvm_alone
 
 app = typer.Typer(
@@ -32,8 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.callback()(version_command)
-
-app.add_typer(records_command.app, name="records")
 
 ModelOption = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
 Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
@@ -169,7 +166,7 @@ def tune(
     ] = True,
     json_: JsonOption = False,
 ) -> None:
-    """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
+    """Tune fused and separate kernels, keep what measures faster, check the outputs, write the build."""
     from fusion.commands import fusion_api
     from fusion.report.console_report import print_summary
     from fusion.tuning.clock import TuningDisplay
@@ -221,7 +218,7 @@ def run(
     json_: JsonOption = False,
 ) -> None:
     """Run a tuned model on named arrays."""
-    from fusion.artifact.tuned_model import render_run, run_command
+    from fusion.model.tuned_model import render_run, run_command
 
     result = run_command(build, input_, output, threads)
     _emit(asdict(result)) if json_ else typer.echo(render_run(result))
@@ -231,20 +228,17 @@ def run(
 @guarded("stopped")
 def benchmark(
     build: Build,
-    streams: Annotated[int, typer.Option(help="Number of processes that answer requests.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each stream; default: an equal share of the cores.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[float, typer.Option(help="Seconds of measuring.")] = 5.0,
     json_: JsonOption = False,
 ) -> None:
     """Latency percentiles and throughput of a tuned model by itself."""
-    from fusion.artifact.build_folder import read_profiles
     from fusion.comparing.compare import benchmark_build, render_times
+    from fusion.model.build_folder import read_profiles
 
     folders = [artifact.directory for artifact in read_profiles(build)]
-    times = [benchmark_build(folder, streams, threads, seconds, _say) for folder in folders]
-    _emit_all([each.to_json() for each in times]) if json_ else typer.echo("\n".join(map(render_times, times)))
+    times = [benchmark_build(folder, threads, seconds, _say) for folder in folders]
+    _emit_all([asdict(each) for each in times]) if json_ else typer.echo("\n".join(map(render_times, times)))
 
 
 @app.command()
@@ -263,7 +257,6 @@ def compare(
         ),
     ] = None,
     threads: Threads = None,
-    cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
     layers: Annotated[
         bool,
@@ -272,9 +265,8 @@ def compare(
     json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
-    from fusion.artifact.build_folder import read_profiles
     from fusion.comparing.compare import compare_command
-    from fusion.comparing.timing import Sampling
+    from fusion.model.build_folder import read_profiles
     from fusion.report.console_report import print_comparison
 
     comparisons = [
@@ -285,7 +277,6 @@ def compare(
             quantized=quantized,
             data=data,
             threads=threads,
-            sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,
             layers=layers,
             progress=_say,

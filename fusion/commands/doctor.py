@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from costmodel.commands import checkup
-from costmodel.commands.checkup import BadPair, Finding
-from costmodel.machines.machine_file import HOST_NAME, machine_files, user_directory
+from costmodel.commands import doctor
+from costmodel.commands.doctor import BadPair, Finding
+from costmodel.machines.machine_file import HOST_NAME, machine_files
 from schedules.contract.cpu_target import cpu_flags, host_target, tiles_refused
-from schedules.records.shipped_records import RECORDS_FILE, records_directory
+from schedules.tuning.shipped_records import RECORDS_FILE, records_directory
 
 _FFI = "pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1"
 PAIRS = (
@@ -47,23 +47,19 @@ _FEATURES = {
 
 def doctor_command(as_json: bool) -> None:
     """Print the findings; exit with status 1 if something is broken."""
-    checks = [_packages, _imports, _cpu, _tiles, checkup.cores, checkup.memory, _compiler, _folders, _shipped]
-    checkup.report("fusion", checks, as_json)
+    checks = [_packages, _imports, _cpu, _tiles, doctor.cores, doctor.memory, _compiler, doctor.folders, _shipped]
+    doctor.report("fusion", checks, as_json)
 
 
 def _packages() -> Iterator[Finding]:
     optional = {"peers": "other engines of compare", "models": "python -m fusion.modelzoo"}
-    yield from checkup.packages("fusion", optional, PAIRS)
-    yield from checkup.modules_once(("tvm", "tvm_ffi", "onnx", "onnxruntime", "xgboost", "cv2"))
+    yield from doctor.packages("fusion", optional, PAIRS)
+    yield from doctor.modules_once(("tvm", "tvm_ffi", "onnx", "onnxruntime", "xgboost", "cv2"))
 
 
 def _imports() -> list[Finding]:
-    present = [
-        module
-        for module, name in (("tvm", "apache-tvm"), ("onnx", "onnx"), ("onnxruntime", "onnxruntime"))
-        if checkup.installed(name)
-    ]
-    return checkup.imports(present, f"{_FFI}, or pip install --force-reinstall 'fusion-costmodel[fusion]'")
+    modules = {"tvm": "apache-tvm", "onnx": "onnx", "onnxruntime": "onnxruntime"}
+    return doctor.imports(modules, f"{_FFI}, or pip install --force-reinstall 'fusion-costmodel[fusion]'")
 
 
 def _cpu() -> Iterator[Finding]:
@@ -98,7 +94,7 @@ def _compiler() -> list[Finding]:
     places = (Path(folder, name) for name in _COMPILERS for folder in os.get_exec_path())
     found = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
     command = asked.split() if asked else [found] if found else None
-    return [checkup.compiler(command, "compiler", install)]
+    return [doctor.compiler(command, "compiler", install)]
 
 
 def require_tools(model: Path, output: Path) -> None:
@@ -119,25 +115,19 @@ def require_tools(model: Path, output: Path) -> None:
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise InputError(f"{folder}: {free:,} bytes are free, tuning needs {needed:,}; free some")
-    for finding in (checkup.folder("temporary TMPDIR", temporary), *_compiler()):
+    for finding in (doctor.folder("temporary TMPDIR", temporary), *_compiler()):
         if finding.state == "broken":
             raise InputError(f"{finding.name}: {finding.found}; {finding.advice}")
 
 
-def _folders() -> Iterator[Finding]:
-    yield checkup.folder("machines COSTMODEL_MACHINES", user_directory())
-    yield checkup.folder("temporary TMPDIR", Path(tempfile.gettempdir()))
-    yield checkup.folder("working folder", Path.cwd())
-
-
 def _shipped() -> Iterator[Finding]:
     files = machine_files()
-    yield checkup.shipped("machine files", files.values())
+    yield doctor.shipped("machine files", files.values())
     directory = records_directory()
     if os.environ.get("FUSION_RECORDS"):
         yield Finding("records FUSION_RECORDS", "note", f"{directory} instead of the shipped ones")
     else:
-        yield checkup.shipped("shipped records", directory.glob(f"*/{RECORDS_FILE}"))
+        yield doctor.shipped("shipped records", directory.glob(f"*/{RECORDS_FILE}"))
     if HOST_NAME in files:
         yield Finding("calibration", "ok", str(files[HOST_NAME]))
     else:

@@ -103,7 +103,7 @@ def analyze(
     >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
     ['/features/features.1/conv/...']
     """
-    from fusion.artifact.tuned_model import require_compiler
+    from fusion.model.tuned_model import require_compiler
 
     require_compiler()
     from fusion.analysis.analyzer import analyze_in, by_precision, read_graph
@@ -119,9 +119,9 @@ def analyze(
     )
     found = analyze_in(precision, *read)
     if picture is not None:
-        from fusion.report.pictures import draw_roofline
+        from fusion.report.pictures import write_roofline
 
-        draw_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
+        write_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
     return found
 
 
@@ -181,15 +181,15 @@ def tune(
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
     (1.44, 13)
     """
-    from fusion.artifact.tuned_model import require_compiler
     from fusion.commands.doctor import require_tools
+    from fusion.model.tuned_model import require_compiler
 
     require_tools(Path(model), Path(output))
     require_compiler()  # before imports that need it
     from fusion.report.tune_page import remove_reports, write_reports
     from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import TuneRequest
-    from fusion.tuning.road import tune_model
+    from fusion.tuning.tuning_run import tune_model
 
     _check_counts(trials=trials, threads=threads)
     request = TuneRequest(

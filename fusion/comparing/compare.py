@@ -8,7 +8,6 @@ server. All streams run concurrently; TVM's thread pinning is off, or all stream
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,17 +17,8 @@ import numpy as np
 
 from costmodel.base.errors import InputError, MissingDependencyError, Say
 from costmodel.base.input_files import find_refusal
-from costmodel.base.process import threads_to_use, usable_cores
-from fusion.artifact.build_folder import (
-    MODEL,
-    UNFUSED_MODULE,
-    Artifact,
-    check_runnable,
-    digest,
-    model_file,
-    read_artifact,
-)
-from fusion.comparing.engines.engine import (
+from costmodel.base.process import threads_to_use
+from fusion.comparing.engine import (
     DEFAULT,
     ENGINES,
     INT8,
@@ -41,7 +31,7 @@ from fusion.comparing.engines.engine import (
     peers_of,
     select_engines,
 )
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.layer_table import LayerTable, lost_layers
 from fusion.comparing.output_errors import error_inputs, errors_json
 from fusion.comparing.timing import (
@@ -55,6 +45,7 @@ from fusion.comparing.timing import (
     quantized_file,
     quantized_from,
 )
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, model_file, read_artifact
 from fusion.model.named_arrays import Arrays, DeclaredInput, TensorInfo, random_arrays, read_calibration
 
 # Maximum number of user samples for measuring errors.
@@ -80,11 +71,8 @@ class EngineRow:
     max_abs_error: float | None
     max_relative_error: float | None
     calls: int
-    # With caches flushed before each call.
-    cold_median_seconds: float | None
-    cold_ratio_to_tuned: float | None
     # Peak memory of the process minus its memory after loading the model
-    # (:func:`fusion.comparing.engines.engine_worker.peak_growth`).
+    # (:func:`fusion.comparing.engine_worker.peak_growth`).
     growth_bytes: int | None = None
     mean_relative_error: float | None = None
     cosine: float | None = None
@@ -250,16 +238,8 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
     found = digest(path)
     if found != manifest.model_sha256 and (own is None or quantized_from(own) != found):
         raise InputError(f"{path}: is not the model that {artifact.directory} was built from; tune it again")
-    return EngineWorkload(
-        model=path,
-        model_sha256=found,
-        inputs=manifest.inputs,
-        outputs=manifest.outputs,
-        threads=threads_to_use(threads, manifest.threads),
-        build=artifact.directory,
-        cache=artifact.cache,
-        trials_per_task=trials,
-    )
+    workload = build_workload(artifact, threads_to_use(threads, manifest.threads))
+    return replace(workload, model=path, model_sha256=found, trials_per_task=trials)
 
 
 def _is_rival(spec: EngineSpec, seconds: Mapping[str, float]) -> bool:
@@ -293,8 +273,6 @@ def _row(engine: str, timing: EngineTiming, hired: Hired) -> EngineRow:
         upper_quartile_seconds=timing.upper_quartile,
         ratio_to_tuned=timing.ratio,
         calls=timing.calls,
-        cold_median_seconds=timing.cold_median,
-        cold_ratio_to_tuned=timing.cold_ratio,
         growth_bytes=hired.growth,
         **errors_json(hired.errors),  # type: ignore[arg-type]
     )
@@ -306,13 +284,9 @@ LONGEST_SECONDS = 60.0  # must be below the time limit of a worker's call
 
 @dataclass(frozen=True)
 class BuildTimes:
-    """Measured latencies in seconds over the calls of all streams, and throughput.
-
-    ``samples_per_second``: images answered, ``batch`` per call.
-    """
+    """Measured latencies in seconds. ``samples_per_second``: throughput in images, ``batch`` per call."""
 
     build: str
-    streams: int
     threads: int
     batch: int
     calls: int
@@ -324,69 +298,50 @@ class BuildTimes:
     maximum: float
     samples_per_second: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able dictionary, as documented for ``--json``."""
-        return asdict(self)
-
 
 def benchmark_build(
-    folder: Path, streams: int = 1, threads: int | None = None, seconds: float = 5.0, say: Say = lambda _: None
+    folder: Path, threads: int | None = None, seconds: float = 5.0, say: Say = lambda _: None
 ) -> BuildTimes:
-    """Run the network in ``folder`` on random inputs for ``seconds``, in ``streams`` processes of ``threads`` threads.
+    """Run the network in ``folder`` on random inputs for ``seconds``.
 
-    ``threads`` defaults to an equal share of the cores, at most the number of the build. Raises ``InputError`` for an
-    incomplete build, more threads than cores, or an engine that fails.
+    ``threads`` defaults to the number of the build. Raises ``InputError`` for an incomplete build, more threads than
+    cores, or an engine that fails.
     """
     if not 0 < seconds <= LONGEST_SECONDS:
         raise InputError(f"--seconds {seconds:g}: must be more than 0, and {LONGEST_SECONDS:g} at most")
-    if not 1 <= streams <= usable_cores():
-        raise InputError(f"--streams {streams}: this process may use 1 to {usable_cores()} cores")
     artifact = read_artifact(folder)
     check_runnable(artifact)
-    share = max(1, min(usable_cores() // streams, artifact.manifest.threads))
-    each = threads_to_use(threads, share)
-    if each * streams > usable_cores():
-        raise InputError(f"{streams} streams of {each} threads: there are {usable_cores()} cores")
-    durations = _run(artifact, streams, each, seconds, say)
-    return summarize_calls(str(folder), each, _batch(artifact), durations)
-
-
-def summarize_calls(build: str, threads: int, batch: int, durations: Sequence[np.ndarray]) -> BuildTimes:
-    """Statistics of call durations in seconds; ``durations`` has one array per stream."""
-    calls = np.concatenate(durations)
-    return BuildTimes(
-        build=build,
-        streams=len(durations),
-        threads=threads,
-        batch=batch,
-        calls=len(calls),
-        minimum=float(calls.min()),
-        mean=float(calls.mean()),
-        median=float(np.median(calls)),
-        percentile_90=float(np.quantile(calls, 0.9)),
-        percentile_99=float(np.quantile(calls, 0.99)),
-        maximum=float(calls.max()),
-        samples_per_second=float(batch * sum(len(own) / own.sum() for own in durations)),
-    )
-
-
-def _run(artifact: Artifact, streams: int, threads: int, seconds: float, say: Say) -> list[np.ndarray]:
-    inputs = random_arrays(artifact.manifest.inputs)
-    with ExitStack() as stack:
-        say(f"loading {streams} x {threads} threads")
-        unpinned = {"TVM_BIND_THREADS": "0"} if streams > 1 else {}
-        workers = [stack.enter_context(Worker(ENGINES[TUNED], threads, unpinned)) for _ in range(streams)]
+    inputs = artifact.manifest.inputs
+    used = threads_to_use(threads, artifact.manifest.threads)
+    with Worker(ENGINES[TUNED], used) as worker:
         try:
-            for worker in workers:
-                worker.prepare(build_workload(artifact, threads), PREPARE_TIMEOUT_SECONDS)
-                worker.bind(inputs)
+            worker.prepare(build_workload(artifact, used), PREPARE_TIMEOUT_SECONDS)
+            worker.bind(random_arrays(inputs))
             say(f"running for {seconds:g} s")
-            with ThreadPoolExecutor(streams) as pool:
-                return list(pool.map(lambda worker: worker.block(WARMUP_CALLS, LEAST_CALLS, seconds), workers))
+            durations = worker.block(WARMUP_CALLS, LEAST_CALLS, seconds)
         except (EngineFailed, Unavailable) as error:
             raise InputError(
                 f"{artifact.directory}: the network cannot be run: {error}; tune the model again on this machine"
             ) from error
+    batch = next((info.shape[0] for info in inputs if info.shape), 1)
+    return summarize_calls(str(folder), used, batch, durations)
+
+
+def summarize_calls(build: str, threads: int, batch: int, durations: np.ndarray) -> BuildTimes:
+    """Statistics of the durations of calls in seconds."""
+    return BuildTimes(
+        build=build,
+        threads=threads,
+        batch=batch,
+        calls=len(durations),
+        minimum=float(durations.min()),
+        mean=float(durations.mean()),
+        median=float(np.median(durations)),
+        percentile_90=float(np.quantile(durations, 0.9)),
+        percentile_99=float(np.quantile(durations, 0.99)),
+        maximum=float(durations.max()),
+        samples_per_second=float(batch * len(durations) / durations.sum()),
+    )
 
 
 def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
@@ -403,11 +358,6 @@ def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
     )
 
 
-def _batch(artifact: Artifact) -> int:
-    """Leading dimension of the first input with dimensions, default 1."""
-    return next((info.shape[0] for info in artifact.manifest.inputs if info.shape), 1)
-
-
 def render_times(times: BuildTimes) -> str:
     """Format the times as a few lines of text."""
     latencies = (
@@ -415,8 +365,7 @@ def render_times(times: BuildTimes) -> str:
         ("99 %", times.percentile_99), ("maximum", times.maximum),
     )  # fmt: skip
     listed = ", ".join(f"{name} {1e3 * seconds:.3f}" for name, seconds in latencies)
-    streams = f"{times.streams} stream{'s' if times.streams > 1 else ''} of {times.threads} threads"
     return (
-        f"{times.build}: {times.calls} calls of batch {times.batch}, {streams}\n"
+        f"{times.build}: {times.calls} calls of batch {times.batch}, {times.threads} threads\n"
         f"latency in ms: {listed}\nthroughput: {times.samples_per_second:.1f} samples/s"
     )

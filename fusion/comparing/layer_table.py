@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusion.comparing.engines.engine import LayerTime, Unavailable
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engine import LayerTime, Unavailable
+from fusion.comparing.engine_worker import EngineFailed, Worker
 from fusion.model.conv_graph import identifier
 from fusion.model.named_arrays import Arrays
 

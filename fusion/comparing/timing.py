@@ -9,10 +9,8 @@ rounds of the ratio of block medians. The first calls of a block warm caches and
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +20,10 @@ import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError, Say
 from costmodel.base.output_files import write_whole
-from fusion.artifact.build_folder import Artifact, digest
-from fusion.comparing.engines.engine import REFERENCE, EngineSpec, EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import REFERENCE, EngineSpec, EngineWorkload, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
+from fusion.model.build_folder import Artifact, digest
 from fusion.model.conv_graph import INT8
 from fusion.model.named_arrays import Arrays, TensorInfo
 from fusion.relax.onnx.model_file import load_model
@@ -38,11 +36,10 @@ if TYPE_CHECKING:
 
 # Minimum number of rounds for meaningful results, whatever the time limit.
 LEAST_ROUNDS = 5
-FLUSH_LIMIT_BYTES = 512 * 2**20
 
 
 class TimedEngine(Protocol):
-    """Engine interface of the protocol, e.g. :class:`fusion.comparing.engines.engine_worker.Worker`."""
+    """Engine interface of the protocol, e.g. :class:`fusion.comparing.engine_worker.Worker`."""
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         """Return durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
@@ -53,14 +50,12 @@ class Sampling:
     """Amount of measurement."""
 
     rounds: int = 15
-    # Minimum duration of one warm block.
+    # Minimum duration of one block.
     seconds: float = 0.15
     # Minimum number of calls of a block.
     calls: int = 5
     # Untimed calls before each block.
     warmup: int = 5
-    # Calls per round with caches flushed before each; 0 disables them.
-    cold_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,6 @@ class EngineTiming:
     calls: int
     # Median of each round.
     rounds: tuple[float, ...] = ()
-    cold_median: float | None = None
-    cold_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,9 +97,7 @@ def measure(
     """
     started = time.monotonic()
     warm: dict[str, list[np.ndarray]] = {name: [] for name in engines}
-    cold: dict[str, list[float]] = {name: [] for name in engines}
     failures: dict[str, str] = {}
-    flush = CacheFlush() if sampling.cold_calls else None
     for index in range(sampling.rounds):
         now = time.monotonic()
         if index >= LEAST_ROUNDS and now + (now - started) / index > end:
@@ -116,63 +107,17 @@ def measure(
         for name in names if index % 2 == 0 else reversed(names):
             try:
                 warm[name].append(engines[name].block(sampling.warmup, sampling.calls, sampling.seconds))
-                if flush is not None:
-                    cold[name].append(_cold_block(engines[name], flush, sampling.cold_calls))
             except EngineFailed as error:
                 if name == baseline:
                     raise
                 failures[name] = str(error)
     return MeasuredEngines(
-        {name: _timing(name, baseline, warm, cold) for name in engines if name not in failures},
+        {name: _timing(name, baseline, warm) for name in engines if name not in failures},
         failures,
     )
 
 
-class CacheFlush:
-    """Evicts all data caches: every core overwrites its share of a buffer twice the size of the last level.
-
-    The buffer is limited to 512 MiB; on machines with a larger cache (shared ones report the whole socket's) the
-    private levels are evicted, and the shared one in part.
-    """
-
-    def __init__(self, size_bytes: int | None = None) -> None:
-        size = size_bytes or min(2 * last_level_cache_bytes(), FLUSH_LIMIT_BYTES)
-        self._cpus = sorted(os.sched_getaffinity(0))
-        self._shares = np.array_split(np.zeros(max(size // 8, len(self._cpus))), len(self._cpus))
-
-    def __call__(self) -> None:
-        with ThreadPoolExecutor(len(self._cpus)) as pool:
-            list(pool.map(_overwrite, self._cpus, self._shares))
-
-
-def last_level_cache_bytes(default: int = 64 * 2**20) -> int:
-    """Size of the largest cache of CPU 0 as reported by the kernel."""
-    sizes = [default]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        try:
-            text = path.read_text().strip()
-            sizes.append(int(text.rstrip("KM")) * (2**20 if text.endswith("M") else 2**10))
-        except (OSError, ValueError):
-            continue
-    return max(sizes)
-
-
-def _overwrite(cpu: int, share: np.ndarray) -> None:
-    os.sched_setaffinity(0, {cpu})  # this thread only
-    share += 1.0
-
-
-def _cold_block(engine: TimedEngine, flush: CacheFlush, calls: int) -> float:
-    durations = []
-    for _ in range(calls):
-        flush()
-        durations.append(float(engine.block(0, 1, 0.0)[0]))
-    return float(np.median(durations))
-
-
-def _timing(
-    name: str, baseline: str, warm: Mapping[str, list[np.ndarray]], cold: Mapping[str, list[float]]
-) -> EngineTiming:
+def _timing(name: str, baseline: str, warm: Mapping[str, list[np.ndarray]]) -> EngineTiming:
     medians = np.array([np.median(block) for block in warm[name]])
     reference = np.array([np.median(block) for block in warm[baseline]])
     return EngineTiming(
@@ -183,8 +128,6 @@ def _timing(
         ratio=float(np.median(medians / reference)),
         calls=sum(len(block) for block in warm[name]),
         rounds=tuple(medians.tolist()),
-        cold_median=float(np.median(cold[name])) if cold[name] else None,
-        cold_ratio=float(np.median(np.array(cold[name]) / np.array(cold[baseline]))) if cold[name] else None,
     )
 
 

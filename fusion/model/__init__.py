@@ -1,1 +1,1 @@
-"""Data model of a network: its convolutions, its fusion sites, and the choice among them."""
+"""Networks: convolutions and fusion sites, the choice among them; named arrays; the build folder and running it."""

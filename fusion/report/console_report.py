@@ -22,8 +22,8 @@ from fusion.analysis.analyzer import (
     format_bytes,
     window_text,
 )
-from fusion.artifact.build_folder import describe_inputs
 from fusion.comparing.compare import Comparison
+from fusion.model.build_folder import describe_inputs
 from fusion.model.conv_graph import BFLOAT16, INT8
 from fusion.model.named_arrays import TensorInfo
 
@@ -43,6 +43,15 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
     return Console(stderr=stderr, highlight=False, markup=False, width=width)
+
+
+def _table(head: Sequence[str], texts: Collection[str]) -> Table:
+    """Table of numbers; columns in ``texts`` are wrapped texts."""
+    table = Table(box=None, pad_edge=False)
+    for title in head:
+        text = title in texts
+        table.add_column(title, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    return table
 
 
 def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
@@ -65,18 +74,16 @@ def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> No
     hopeless = Counter(site.kind for site in analysis.sites if site.hopeless)
     if hopeless and not everything:
         kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
-        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
+        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them")
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
     for note in analysis.notes:
-        out.print(f"note: {note}", markup=False)
+        out.print(f"note: {note}")
 
 
 def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
     """Table of the predictions per precision for the whole network."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("precision")
-    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "predicted gain"):
-        table.add_column(title, justify="right", no_wrap=True)
+    head = ("precision", "layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "predicted gain")
+    table = _table(head, texts=("precision",))
     for each in outlooks:
         cells = [str(each.layers), f"{each.peak_flops / 1e9:.0f}"]
         if each.missing is not None:
@@ -96,10 +103,10 @@ def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
     if not others:
         return
     listed = _counted([operator for operator, _ in others])
-    out.print(f"not covered by a template, compiled parallel and vectorised: {listed}", markup=False)
+    out.print(f"not covered by a template, compiled parallel and vectorised: {listed}")
     for reason, _ in Counter(reason for _, reason in others).most_common():
         same = [operator for operator, its_reason in others if its_reason == reason]
-        out.print(f"  {reason}: {_counted(same)}", markup=False)
+        out.print(f"  {reason}: {_counted(same)}")
 
 
 def _counted(operators: Sequence[str]) -> str:
@@ -205,7 +212,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     out = console()
     for profile in summary.get("profiles", ()):
         inputs = [TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in profile["inputs"]]
-        out.print(f"profile {describe_inputs(inputs)}", markup=False)
+        out.print(f"profile {describe_inputs(inputs)}")
         print_summary(profile, directory / profile["folder"])
     if "profiles" in summary:
         out.print(
@@ -230,9 +237,9 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     if summary.get("layers") is not None:
         _print_layers(out, summary["layers"])
     for line in memory_lines(summary["memory"]):
-        out.print(line, markup=False)
+        out.print(line)
     for line in precision_lines(summary.get("precision", {})):
-        out.print(line, markup=False)
+        out.print(line)
     if (choice := summary.get("precision", {}).get("choice")) is not None:
         out.print(_frontier_table(choice["frontier"], _shorter(summary["precision"])[0]))
     # With layers in shorter types the line of their errors is shown instead: this error is that of one input only.
@@ -244,8 +251,8 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     )
     print_others(out, [(other["operator"], other["reason"]) for other in summary["other_operators"]])
     for note in summary["notes"]:
-        out.print(f"note: {note}", markup=False)
-    out.print(f"written to {directory}", markup=False)
+        out.print(f"note: {note}")
+    out.print(f"written to {directory}")
 
 
 def precision_lines(precision: Mapping[str, Any]) -> list[str]:
@@ -286,9 +293,8 @@ def _frontier_table(frontier: Sequence[Mapping[str, Any]], dtype: str) -> Table:
     ``predicted`` and ``measured``: sums of all kernels and conversions; ``network``: whole networks timed in
     alternation.
     """
-    table = Table(box=None, pad_edge=False)
-    for title in (f"layers in {dtype}", "predicted us", "measured us", "network us", *ERROR_TITLES, ""):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    head = (f"layers in {dtype}", "predicted us", "measured us", "network us", *ERROR_TITLES, "")
+    table = _table(head, texts=("",))
     for point in frontier:
         times = (point.get(key) for key in ("predicted_seconds", "measured_seconds", "raced_seconds"))
         cells = [str(point["layers"]), *("" if each is None else f"{each * 1e6:.0f}" for each in times)]
@@ -318,33 +324,18 @@ def _told(size: int | None) -> str:
 def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
     """Table of predicted and measured times of every site, unfused and fused."""
     short = short_names({layer["name"] for site in sites for layer in site["layers"]})
-    table = Table(box=None, pad_edge=False)
-    table.add_column("site", overflow="fold")
-    for title in ("predicted us", "measured us", "ratio"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("decision", overflow="fold")
+    table = _table(("site", "predicted us", "measured us", "ratio", "decision"), texts=("site", "decision"))
     for site in sites:
         predicted, measured = site["predicted"], site["measured"]
+        before, after = measured["unfused_seconds"], measured["fused_seconds"]
         table.add_row(
             " + ".join(short[layer["name"]] for layer in site["layers"]),
-            _pair(predicted["unfused_seconds"], predicted["fused_seconds"]),
-            _pair(measured["unfused_seconds"], measured["fused_seconds"]),
-            _ratio(measured["unfused_seconds"], measured["fused_seconds"]),
+            " -> ".join(scaled(predicted[key], 1e6, 1) for key in ("unfused_seconds", "fused_seconds")),
+            f"{scaled(before, 1e6, 1)} -> {scaled(after, 1e6, 1)}",
+            "" if before is None or after is None else f"{before / after:.2f}",
             site["decision"],
         )
     return table
-
-
-def _pair(unfused: float | None, fused: float | None) -> str:
-    return f"{_microseconds(unfused)} -> {_microseconds(fused)}"
-
-
-def _microseconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e6:.1f}"
-
-
-def _ratio(unfused: float | None, fused: float | None) -> str:
-    return "" if unfused is None or fused is None else f"{unfused / fused:.2f}"
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -353,31 +344,25 @@ def print_comparison(comparison: Comparison) -> None:
     Ratios are given for medians and for minima: on a shared host medians favour the engine with fewer parallel regions.
     """
     out = console()
-    table = Table(box=None, pad_edge=False)
-    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    titles = ["engine", "median ms", "min ms", "ratio to tuned", "of minima", *ERROR_TITLES, "grew by"]
-    for title in titles + (["cold ms", "cold ratio"] if cold else []):
-        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
-    table.add_column("mode", overflow="fold")
+    head = ["engine", "median ms", "min ms", "ratio to tuned", "of minima", *ERROR_TITLES, "grew by"]
+    table = _table((*head, "mode"), texts=("engine", "mode"))
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
         cells += [f"{row.ratio_to_tuned:.2f}", f"{row.min_seconds / comparison.rows[0].min_seconds:.2f}"]
         cells += [*error_cells(asdict(row)), _told(row.growth_bytes)]
-        if cold:
-            cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)
     inputs = describe_inputs(comparison.inputs)
-    out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
+    out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns")
     out.print(table)
     compared = next((row.compared_inputs for row in comparison.rows if row.compared_inputs), None)
     if compared:
         out.print(f"errors against ONNX Runtime on {compared} inputs, relative to the largest value of an output")
     for absent in comparison.not_measured:
-        out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+        out.print(f"{absent.engine} {absent.status}: {absent.reason}")
     if comparison.layers is not None:
         _print_layers(out, asdict(comparison.layers))
     for line in comparison.layers_missing:
-        out.print(line, markup=False)
+        out.print(line)
 
 
 def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
@@ -392,15 +377,11 @@ def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
     difference = f"slower than {engine}" if medians[0] > medians[1] else f"faster than {engine}"
     out.print(
         f"by layer, {abs(medians[0] - medians[1]) * 1e6:.0f} us {difference}: {lost * 1e6:.0f} us lost in some, "
-        f"{gained * 1e6:.0f} us gained in others",
-        markup=False,
+        f"{gained * 1e6:.0f} us gained in others"
     )
     short = short_names({name for row in rows for name in row["layers"]})
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layers", overflow="fold", ratio=3)
-    for title in ("tuned us", f"{engine} us", "lost us"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(f"kernels of tuned | {engine}", overflow="fold", ratio=2)
+    kernels = f"kernels of tuned | {engine}"
+    table = _table(("layers", "tuned us", f"{engine} us", "lost us", kernels), texts=("layers", kernels))
     losing = [row for row in rows if row["lost_seconds"] > 0]
     for row in losing[:_LISTED_LAYERS]:
         listed = [short[name] or name for name in row["layers"]]
@@ -415,8 +396,7 @@ def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
     out.print(table)
     out.print(
         f"layers of tuned sum to {sums[0] * 1e6:.0f} us of {medians[0] * 1e6:.0f} us, those of {engine} to "
-        f"{sums[1] * 1e6:.0f} us of {medians[1] * 1e6:.0f} us; both are scaled to the network's median",
-        markup=False,
+        f"{sums[1] * 1e6:.0f} us of {medians[1] * 1e6:.0f} us; both are scaled to the network's median"
     )
 
 
@@ -443,9 +423,6 @@ def error_cells(errors: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e3:.3f}"
-
-
-def _plain(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}"
+def scaled(value: float | None, scale: float, digits: int) -> str:
+    """Number in the unit that is 1 / ``scale``; ``?`` if it is not known."""
+    return "?" if value is None else f"{value * scale:.{digits}f}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.comparing.engines.engine import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineWorkload, select_engines
+from fusion.comparing.engine import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineWorkload, select_engines
 from fusion.comparing.layer_table import LostLayers
 from fusion.comparing.output_errors import OutputErrors, error_inputs, errors_json
 from fusion.comparing.timing import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from costmodel.base.errors import Say
     from costmodel.operators.layers import Operator
     from fusion.acceptance.output_check import Verdict
-    from fusion.comparing.engines.engine_worker import Worker
+    from fusion.comparing.engine_worker import Worker
     from fusion.model.conv_graph import Graph, Site
     from fusion.relax.machine_code import MemoryPlan
     from fusion.tuning.network_tuning import TunedKernels
@@ -96,7 +96,7 @@ class Finals:
 
     entries: tuple[Entry, ...]
     # True if the fastest wins significantly more rounds than each other network.
-    told_apart: bool
+    differ_clearly: bool
     # Median seconds of engines that are no candidates.
     others: Mapping[str, float]
 
@@ -113,7 +113,7 @@ class Finals:
         """Return a JSON-able dictionary for ``summary.json``."""
         return {
             "shipped": self.winner,
-            "decided": self.told_apart,
+            "decided": self.differ_clearly,
             "networks": [asdict(entry) for entry in self.entries],
         }
 
@@ -150,7 +150,7 @@ def race(
 
     Networks without a significant difference are timed again if there is time. ``networks``: name -> (fused sites,
     engine); ``unfused`` (or the only one) is the baseline in each round. The smallest median ratio wins even without a
-    significant difference (``Finals.told_apart``); ties are resolved in favour of fewer fused sites. Raises
+    significant difference (``Finals.differ_clearly``); ties are resolved in favour of fewer fused sites. Raises
     ``EngineFailed``.
     """
     sampling = sampling or Sampling()
@@ -161,7 +161,7 @@ def race(
     round_seconds = (time.monotonic() - started) / len(first.timings[baseline].rounds)
     rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
     repeats = 1
-    while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS:
+    while len(rounds) > 1 and not differ_clearly(rounds) and repeats < MOST_REPEATS:
         if time.monotonic() + LEAST_ROUNDS * round_seconds > end:
             break
         say("networks are close: comparing them again")
@@ -172,11 +172,11 @@ def race(
     entries.sort(key=lambda entry: (entry.ratio_to_unfused, entry.fused_sites))
     medians = {name: _median(first.timings, name) for name in others}
     return Finals(
-        tuple(entries), told_apart(rounds), {name: each for name, each in medians.items() if each is not None}
+        tuple(entries), differ_clearly(rounds), {name: each for name, each in medians.items() if each is not None}
     )
 
 
-def told_apart(rounds: Mapping[str, Sequence[float]]) -> bool:
+def differ_clearly(rounds: Mapping[str, Sequence[float]]) -> bool:
     """True if the fastest network beats each other one in more rounds than two standard deviations of a fair coin."""
     if len(rounds) == 1:
         return True

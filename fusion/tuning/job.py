@@ -17,7 +17,11 @@ from costmodel.base.errors import TuningError
 from costmodel.base.output_files import write_whole
 from fusion.acceptance.error_budget import BudgetExceeded
 from fusion.acceptance.output_check import lost_values
-from fusion.artifact.build_folder import (
+from fusion.comparing.engine import REFERENCE, EngineWorkload
+from fusion.comparing.engine_worker import EngineFailed, Worker
+from fusion.comparing.layer_table import LostLayers, lost_layers
+from fusion.comparing.output_errors import broken_inputs, output_errors
+from fusion.model.build_folder import (
     MODEL,
     UNFUSED_MODULE,
     ProfileBuild,
@@ -26,13 +30,9 @@ from fusion.artifact.build_folder import (
     output_directory,
     read_artifact,
 )
-from fusion.comparing.engines.engine import REFERENCE, EngineWorkload
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
-from fusion.comparing.layer_table import LostLayers, lost_layers
-from fusion.comparing.output_errors import broken_inputs, output_errors
 from fusion.model.conv_graph import BFLOAT16, precision_of
 from fusion.model.named_arrays import random_arrays
-from fusion.relax.onnx.quantised_model import told_in_floats
+from fusion.relax.onnx.quantised_model import float_layer_notes
 from fusion.tuning.clock import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit, TuningDisplay, race_sampling
 from fusion.tuning.finals import (
     FLOAT32_NETWORK,
@@ -62,8 +62,8 @@ from fusion.tuning.summary import document
 if TYPE_CHECKING:
     from fusion.relax.machine_code import CompiledModule, MemoryPlan
     from fusion.tuning.network_tuning import NetworkRunner, NetworkTuner, TunedKernels
-    from schedules.records.tuning_records import RecordStore
-    from schedules.tuning.trial_search import Ranker
+    from schedules.tuning.kernel_tuner import Ranker
+    from schedules.tuning.tuning_records import RecordStore
 
 RECORDS = "records"
 STOPPED_EARLY = "tuning was stopped early; run the same command again to go on from the records"
@@ -134,7 +134,7 @@ class TuningJob:
 
     def avoid_rounding(self) -> None:
         """Exclude algorithms that the first check rejected, so that no trials are spent on them."""
-        if self.check.careful:
+        if self.check.careful:  # without Winograd's algorithm
             self.network = self.network.carefully()
 
     def measure(
@@ -149,7 +149,7 @@ class TuningJob:
         """
         from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
-        from schedules.records.tuning_records import RecordStore
+        from schedules.tuning.tuning_records import RecordStore
 
         display, output = self.display, network.request.output
         cost_model = network.ranking_model()
@@ -161,8 +161,6 @@ class TuningJob:
             budget = TuningBudget(network.request.trials, seconds, spare)
             tuned = tuner.known(interrupted=True) if self.stopped else tuner.tune(budget)
             display.finish_trials()
-        if tuned.trials:
-            cost_model.save(output / RECORDS / "cost_model")
         if tuned.interrupted and not self.stopped:
             display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
         return tuned
@@ -185,8 +183,8 @@ class TuningJob:
         )
 
     def time_limit(self) -> TimeLimit:
-        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels
-        changed.
+        """Time limit with the largest need of the finals: that of building and checking the network with all of
+        its kernels changed.
         """
         cost, fusable = self.check.cost, bool(plausible_sites(self.network))
         return TimeLimit(
@@ -441,8 +439,8 @@ class TuningJob:
             found.append(network.target.machine_differs)
         if result.careful:
             found.append(CAREFUL)
-        found += [*result.peers.notes, *result.lost.missing, *told_in_floats(network.model.in_floats)]
-        if not result.finals.told_apart and len(result.finals.entries) > 1:
+        found += [*result.peers.notes, *result.lost.missing, *float_layer_notes(network.model.in_floats)]
+        if not result.finals.differ_clearly and len(result.finals.entries) > 1:
             found.append("the networks compared at the end cannot be told apart on this machine as it is now")
         found += [*self.check.outputs.nothing_finite(), *result.unkept]
         if self.check.outputs.unchecked is not None:
@@ -482,7 +480,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """An existing library, as a :class:`fusion.artifact.build_folder.Executable`."""
+    """An existing library, as a :class:`fusion.model.build_folder.Executable`."""
 
     path: Path
     memory: MemoryPlan | None = None

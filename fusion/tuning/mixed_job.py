@@ -107,7 +107,7 @@ class MixedJob(TuningJob):
                     break
                 rebuilds += 1
                 self.display.say("trying fewer of them")
-                mixed = tightened(self, self.precision, mixed, error.error)
+                mixed = tighten(self, self.precision, mixed, error.error)
             except TuningError as error:
                 self.display.say(f"{error}; all layers stay in float32")
                 break
@@ -230,7 +230,7 @@ def search_mixed(job: TuningJob, plan: PrecisionPlan, left: Callable[[], float |
     return MixedSearch(MixedNetwork(mixed, tuned, better), plain, better)
 
 
-def tightened(job: TuningJob, plan: PrecisionPlan, mixed: MixedNetwork, error: float) -> MixedNetwork | None:
+def tighten(job: TuningJob, plan: PrecisionPlan, mixed: MixedNetwork, error: float) -> MixedNetwork | None:
     """New choice with a smaller budget, reduced by the ratio of measured to expected error of the built network.
 
     ``job``: the float32 job. None if no layer remains.

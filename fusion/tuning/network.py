@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError, Say
 from costmodel.base.input_files import find_refusal
-from fusion.artifact.build_folder import profile_names
+from fusion.model.build_folder import profile_names
 from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8, PRECISIONS, FusionPlan, Precision, stored_in
 from fusion.tuning.clock import TuningDisplay
 
@@ -183,7 +183,7 @@ class Network:
 
         # One training thread: a pool would still spin while kernels are timed.
         terms = partial(config_terms, cpu=self.cpu)
-        return ResidualModel(self.roofline(), key=self.cpu.key, config_terms=terms, before=self.guesses.ranking)
+        return ResidualModel(self.roofline(), config_terms=terms, before=self.guesses.ranking)
 
 
 def read_networks(request: TuneRequest, target: Target, display: TuningDisplay) -> list[Network]:

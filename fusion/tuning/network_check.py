@@ -27,10 +27,10 @@ from fusion.acceptance.output_check import (
     Verdict,
     prepare_check,
 )
-from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
-from fusion.comparing.engines.engine import ENGINES, REFERENCE, TUNED, EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import ENGINES, REFERENCE, TUNED, EngineWorkload, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import OutputErrors, probes
+from fusion.model.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.model.conv_graph import BFLOAT16, INT8, FusionPlan, cover, layers_in, precision_of, select, stored_in
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays

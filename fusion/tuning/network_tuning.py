@@ -21,17 +21,17 @@ from fusion.tuning.rehearsal import RehearsalStore, Rehearsed, Rehearsing, Varia
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, WorkSplit
 from schedules.kernels.template_table import template_for
-from schedules.records.tuning_records import RecordStore
 from schedules.tuning.kernel_ranking import KernelGuesses
 from schedules.tuning.kernel_tuner import (
     MeasuringRunner,
+    Ranker,
     SearchSettings,
     Tuner,
     TuningProgress,
     TuningResult,
     TuningTask,
 )
-from schedules.tuning.trial_search import Ranker
+from schedules.tuning.tuning_records import RecordStore
 
 # Trials of every kernel before sites are dropped, and their maximum share of the time.
 SCREENING_TRIALS = 4

@@ -19,8 +19,8 @@ from costmodel.base.errors import InputError, ModelError, OutputError, Say
 from costmodel.base.output_files import check_writable, write_whole
 from fusion.acceptance.error_budget import GIVEN_OUT, BudgetInputs, PrecisionChoice, RoundedLimit, sensitivities
 from fusion.acceptance.rounded_layers import ByteRounding, rounded_runs, switched_model
-from fusion.artifact.build_folder import digest
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
+from fusion.model.build_folder import digest
 from fusion.model.conv_graph import FLOAT32, INT8
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import (

@@ -29,7 +29,7 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.measuring.kernel_program import WARMUP_RUNS
 from schedules.measuring.timing_protocol import KernelCandidate, KernelProgram, KernelStep, MeasureOutcome
-from schedules.records.tuning_records import environment
+from schedules.tuning.tuning_records import environment
 
 
 @dataclass(frozen=True, eq=False)

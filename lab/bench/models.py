@@ -1,41 +1,48 @@
-"""Whole networks: tunes them, then times each against every engine a user could take instead, in turns.
+"""Whole networks in FP32, BF16 and INT8: tunes them, then times each build against other engines in the same precision.
 
-    python -m lab.bench.models --minutes 2          # the networks of the table that need no file of their own
-    python -m lab.bench.models mobilenet_v2 --minutes 15 -o build/models
+    python -m lab.bench.models                      # the networks of the table that need no file of their own
     python -m lab.bench.models resnet50 timm:densenet121 detector.onnx@x=1,3,320,320 --minutes 3
+    python -m lab.bench.models --precisions float32,bfloat16,int8 --batch 1,8 --threads 1,2
 
 A network is a name of `fusion.modelzoo`, ``timm:NAME`` (needs ``pip install --no-deps timm``) or ``published:NAME`` of
 `published_networks.py`, both with random weights and batch norms with the statistics of made-up pictures, or an ONNX
-file, with ``@INPUT=SHAPE`` where its shapes are open. A second run goes on from the tuning records of the first;
-``--minutes 0`` only measures what is built. The last table has a row for each network that has been compared in the
-folder, and the geometric means.
+file, with ``@INPUT=SHAPE`` where its shapes are open. BF16 is tuned by ``tune --precision bfloat16``, INT8 from a file
+that `fusion quantize` made of the network and of made-up pictures; other engines of INT8 run the same file. Weights and
+pictures are random: errors compare engines on the same numbers, they are not those of a trained network.
+
+A second run goes on from the tuning records of the first; ``--built`` only compares what is built. The last tables have
+a row for each network that has been compared in the folder, and the geometric means.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import time
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from costmodel.base.errors import ProjectError
-from fusion.comparing.compare import Comparison, compare_command
+from costmodel.base.errors import InputError, ProjectError
+from fusion.comparing.compare import compare_command
+from fusion.comparing.engine import TUNED, UNFUSED_ENGINE, peers_of
 from fusion.comparing.output_errors import image_like
+from fusion.model.build_folder import MANIFEST
+from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8
+from fusion.model.named_arrays import DeclaredInput, write_npz
 from fusion.modelzoo import export
+from fusion.relax.onnx.quantised_model import QuantizationOptions, declared_inputs, load_float_model, quantized_path
 from fusion.report.console_report import ERROR_TITLES, error_cells
-from fusion.tuning.clock import TuningDisplay
-from fusion.tuning.network import InputProfile, TuneRequest
-from fusion.tuning.road import tune_model
+from fusion.tuning.quantization import quantize_model
+from lab.command_line import chosen, program, run
 
-AGAINST = "onnxruntime,openvino,openvino-bf16,torch,torch-bf16,torch-eager,tvm-unfused"
-OTHERS_IN_FP32 = ("onnxruntime", "openvino", "torch", "torch-eager")
-UNFUSED = "tvm-unfused"
 # The networks of the table in docs/benchmarks.md except four trained ones, whose files come with other packages.
 TABLE = (
     *("mobilenet_v1", "mobilenet_v2", "resnet18", "resnet50", "timm:vgg11", "timm:repvgg_a0", "timm:mixnet_s"),
@@ -44,8 +51,31 @@ TABLE = (
     *("timm:mnasnet_100", "timm:convnext_tiny", "timm:mobilenetv4_conv_small", "timm:regnety_008"),
     *("published:shufflenet_v2", "published:yolov8n", "published:unet"),
 )
-# Number of pictures for the batch-norm statistics of a network with random weights; the first seed of all pictures.
-STATISTICS_PICTURES, FIRST_SEED = 24, 1000
+# Those of the table of precisions.
+SEVEN = (
+    *("mobilenet_v1", "mobilenet_v2", "timm:mobilenetv3_large_100", "timm:efficientnet_b0", "timm:lcnet_100"),
+    *("resnet50", "timm:convnext_tiny"),
+)
+PRECISIONS = (FLOAT32, BFLOAT16, INT8)
+# Number of pictures for batch-norm statistics and for calibration, and the first seed of all pictures.
+STATISTICS_PICTURES, CALIBRATION_PICTURES, FIRST_SEED = 24, 45, 1000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Network for one batch size and thread count."""
+
+    name: str
+    model: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    batch: int
+    threads: int
+
+    @property
+    def title(self) -> str:
+        """Name in tables and folders."""
+        usual = "" if (self.batch, self.threads) == (1, 2) else f"-batch{self.batch}-threads{self.threads}"
+        return f"{self.name}{usual}"
 
 
 def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
@@ -113,107 +143,199 @@ def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tu
     return name, model, {}
 
 
-def table(name: str, comparison: Comparison) -> str:
-    """Markdown table, one line per engine."""
-    lines = [
-        f"| {name} | median ms | min ms | times as long as ours | {' | '.join(ERROR_TITLES)} |",
-        "|---|---|---|---" + "|---" * len(ERROR_TITLES) + "|",
-    ]
-    for row in comparison.rows:
-        engine = f"{row.engine} ({row.mode})" if row.mode else row.engine
-        times = f"{row.median_seconds * 1e3:.2f} | {row.min_seconds * 1e3:.2f}"
-        lines.append(f"| {engine} | {times} | {row.ratio_to_tuned:.2f} | {' | '.join(error_cells(asdict(row)))} |")
-    blank = " |" * (2 + len(ERROR_TITLES))
-    lines += [f"| {absent.engine} | {absent.status}: {absent.reason} |{blank}" for absent in comparison.not_measured]
-    return "\n".join(lines)
+def calibration_file(model: Path, inputs: Sequence[DeclaredInput], shapes: Mapping[str, Sequence[int]]) -> Path:
+    """Write synthetic samples (:func:`picture`) for every input, beside ``model``."""
+    path = model.with_name(f"{model.stem}-pictures.npz")
+    arrays = {}
+    for declared in inputs:
+        extents = shapes.get(declared.name, [size or 1 for size in declared.shape])
+        samples = [picture((1, *extents[1:]), index) for index in range(CALIBRATION_PICTURES * extents[0])]
+        arrays[declared.name] = np.concatenate(samples).astype(declared.dtype)
+    write_npz(path, arrays)
+    return path
 
 
-def overview(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown table, one line per network: the other engines' times relative to ours, and the geometric means.
+def quantised(setting: Setting) -> Path:
+    """Quantised file of the network, made once."""
+    target = quantized_path(setting.model)
+    if not target.exists():
+        inputs = declared_inputs(setting.model, load_float_model(setting.model))
+        samples = calibration_file(setting.model, inputs, setting.shapes)
+        made = quantize_model(setting.model, target, samples, options=QuantizationOptions(per_channel=True), say=print)
+        print(f"{setting.name}: {made.quantised_layers} of {made.layers} layers quantised, errors {made.errors}")
+    return target
 
-    By medians; the last column is the best of the others by minima, which are less disturbed on a busy machine.
+
+def tune(model: Path, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run `fusion tune` in a process of its own; ``InputError`` if it fails."""
+    command = [sys.executable, "-m", "fusion", "tune", str(model), "-o", str(folder), *options]
+    done = subprocess.run(command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise InputError(f"{folder}: `fusion tune` ended with status {done.returncode}")
+
+
+def tune_setting(setting: Setting, precision: str, model: Path, folder: Path, minutes: float, trials: int) -> None:
+    """Build ``setting`` in ``folder``."""
+    options = ["--minutes", f"{minutes:g}", "--trials", str(trials), "--threads", str(setting.threads)]
+    for name, shape in setting.shapes.items():
+        options += ["--shape", f"{name}={','.join(map(str, (setting.batch, *shape[1:])))}"]
+    options += ["--batch", str(setting.batch)] if setting.batch > 1 and not setting.shapes else []
+    options += ["--precision", precision] if precision == BFLOAT16 else []
+    tune(model, folder, *options)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is built and compared. ``minutes``, ``trials``: of a build's tuning, None to compare what is built;
+    ``against``: engines of FP32, those of other precisions are all there are.
     """
-    lines = [
-        "| network | ours, ms | fusion off | " + " | ".join(OTHERS_IN_FP32) + " | best of these | by minima |",
-        "|---|---|---|" + "---|" * len(OTHERS_IN_FP32) + "---|---|",
-    ]
-    best: list[float] = []
-    quietest: list[float] = []
-    unfused: list[float] = []
-    for name, document in documents.items():
-        ratios = {row["engine"]: row["ratio_to_tuned"] for row in document["rows"]}
-        tuned, tuned_minimum = next(
-            (row["median_seconds"], row["min_seconds"]) for row in document["rows"] if row["engine"] == "tuned"
-        )
-        minima = [row["min_seconds"] / tuned_minimum for row in document["rows"] if row["engine"] in OTHERS_IN_FP32]
-        others = [ratios[each] for each in OTHERS_IN_FP32 if each in ratios]
-        cells = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (UNFUSED, *OTHERS_IN_FP32)]
-        cells += [f"{min(each, default=math.nan):.2f}" for each in (others, minima)]
-        lines.append(f"| {name} | {tuned * 1e3:.2f} | {' | '.join(cells)} |")
-        best += [min(others)] if others else []
-        quietest += [min(minima)] if minima else []
-        unfused += [ratios[UNFUSED]] if UNFUSED in ratios else []
-    blank = "| " * len(OTHERS_IN_FP32)
-    means = f"{geomean(best):.2f} | {geomean(quietest):.2f}"
-    lines.append(f"| geometric mean of {len(best)} | | {geomean(unfused):.2f} {blank}| {means} |")
-    return "\n".join(lines)
+
+    precisions: Sequence[str]
+    against: Sequence[str]
+    minutes: float | None
+    trials: int
+    output: Path
+
+    def engines(self, precision: str) -> tuple[str, ...]:
+        """Engines to compare with in ``precision``, without fusion switched off."""
+        named = self.against if precision == FLOAT32 else peers_of(precision)
+        return tuple(name for name in named if name != UNFUSED_ENGINE)
 
 
-def geomean(values: Sequence[float]) -> float:
-    """Geometric mean; NaN for an empty sequence."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+def ours(precision: str) -> str:
+    """Row name of our build; the FP32 build is the reference."""
+    return TUNED if precision == FLOAT32 else f"ours, {precision}"
 
 
-def measure(network: str, arguments: argparse.Namespace) -> None:
-    """Tune and compare one network; writes its figures to disk and standard output."""
-    name, model, shapes = network_file(network, arguments.output)
-    build = arguments.output / name
-    begun = time.monotonic()
-    if arguments.minutes > 0:
-        with TuningDisplay() as display:
-            request = TuneRequest(
-                model, build, (InputProfile(shapes),), arguments.trials, arguments.minutes, arguments.threads
-            )
-            tune_model(request, display)
-    took = time.monotonic() - begun
+def builds(setting: Setting, effort: Effort) -> tuple[dict[str, Path], dict[str, str]]:
+    """Folder of our build by precision, and the reasons for missing ones. ``ProjectError`` if FP32 has none."""
+    found: dict[str, Path] = {}
+    absent: dict[str, str] = {}
+    for precision in effort.precisions:
+        folder = effort.output / (setting.title if precision == FLOAT32 else f"{setting.title}-{precision}")
+        try:
+            model = quantised(setting) if precision == INT8 else setting.model
+            if effort.minutes is not None:
+                tune_setting(setting, precision, model, folder, effort.minutes, effort.trials)
+            if not (folder / MANIFEST).exists():
+                raise InputError(f"{folder}: not built")
+            found[precision] = folder
+        except ProjectError as error:
+            if precision == FLOAT32:
+                raise
+            absent[ours(precision)] = str(error)
+            print(f"{ours(precision)}: {error}", flush=True)
+    return found, absent
+
+
+def measure(setting: Setting, effort: Effort) -> dict[str, Any]:
+    """Build and compare one setting; returns the output of ``compare --json``, with reasons for our missing rows."""
+    made, absent = builds(setting, effort)
+    file = quantized_path(setting.model)
     comparison = compare_command(
-        build,
-        arguments.against.split(","),
-        quantized=arguments.quantized,
-        threads=arguments.threads,
-        trials_per_task=arguments.stock_trials,
+        made.pop(FLOAT32),
+        [*(engine for precision in effort.precisions for engine in effort.engines(precision)), UNFUSED_ENGINE],
+        quantized=file if INT8 in effort.precisions and file.exists() else None,
+        beside={ours(precision): folder for precision, folder in made.items()},
+        threads=setting.threads,
         progress=print,
     )
-    print(f"{name}: tuned for {took:.0f} s")
-    print(table(name, comparison), flush=True)
-    document = {**comparison.to_json(), "tuning_seconds": took}
-    (arguments.output / f"{name}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    return {**comparison.to_json(), "absent": absent}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "models",
-        nargs="*",
-        default=TABLE,
-        help="mobilenet_v1, timm:densenet121, detector.onnx@x=1,3,320,320 ...; without one, those of the table",
-    )
-    parser.add_argument("--minutes", type=float, default=15.0, help="of tuning per model")
-    parser.add_argument("--trials", type=int, default=128, help="per kernel at most")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--against", default=AGAINST, help="engines, separated by commas")
-    parser.add_argument("--quantized", type=Path, help="quantised file of the one network, for engines of INT8")
-    parser.add_argument("--stock-trials", type=int, default=64, help="of stock MetaSchedule per task")
-    parser.add_argument("-o", "--output", type=Path, default=Path("build/models"))
-    arguments = parser.parse_args()
-    for network in arguments.models:
-        try:
-            measure(network, arguments)
-        except ProjectError as error:  # the others are measured all the same
-            print(error, flush=True)
-    documents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in arguments.output.glob("*.json")}
-    print(overview({name: documents[name] for name in sorted(documents)}))
+def table(title: str, document: Mapping[str, Any]) -> str:
+    """Markdown table, a line for each engine."""
+    heads = [title, "median ms", "min ms", "times as long as ours in FP32", *ERROR_TITLES]
+    lines = [_line(heads), "|---" * len(heads) + "|"]
+    for row in document["rows"]:
+        engine = f"{row['engine']} ({row['mode']})" if row["mode"] else row["engine"]
+        times = [f"{row[key] * 1e3:.2f}" for key in ("median_seconds", "min_seconds")]
+        lines.append(_line([engine, *times, _shown(row["ratio_to_tuned"]), *error_cells(row)]))
+    reasons = [(each["engine"], f"{each['status']}: {each['reason']}") for each in document["not_measured"]]
+    reasons += list(document["absent"].items())
+    return "\n".join(lines + [_line([name, reason] + [""] * (len(heads) - 2)) for name, reason in reasons])
+
+
+def overview(documents: Mapping[str, Mapping[str, Any]], precision: str, peers: Sequence[str]) -> str:
+    """Markdown table, a line for each setting: ours in ``precision``, ``peers`` relative to it, largest errors.
+
+    By medians; one column is the best of the peers by minima, which are less disturbed on a busy machine.
+    """
+    heads = ["network", f"ours in {precision}, ms", "in FP32, ms", "fusion off", *peers, "best of these", "by minima"]
+    heads += ["error", *(f"error of {each}" for each in peers)]
+    lines = [_line(heads), "|---" * len(heads) + "|"]
+    gains: dict[str, list[float]] = {each: [] for each in ("in FP32", "fusion off", *peers, "best", "by minima")}
+    for name, document in documents.items():
+        rows = {row["engine"]: row for row in document["rows"]}
+        own = rows.get(ours(precision))
+        if own is None:
+            lines.append(_line([name, "-"] + [""] * (len(heads) - 2)))
+            continue
+        apart = UNFUSED_ENGINE if precision == FLOAT32 else f"{ours(precision)}, fusion off"
+        relative = {each: row["ratio_to_tuned"] / own["ratio_to_tuned"] for each, row in rows.items()}
+        minima = [rows[each]["min_seconds"] / own["min_seconds"] for each in peers if each in rows]
+        found = {"in FP32": relative[TUNED], "fusion off": relative.get(apart)}
+        found |= {each: relative.get(each) for each in peers}
+        found["best"] = min((relative[each] for each in peers if each in relative), default=None)
+        found["by minima"] = min(minima, default=None)
+        for each, ratio in found.items():
+            gains[each] += [] if ratio is None else [ratio]
+        milliseconds = [f"{row['median_seconds'] * 1e3:.2f}" for row in (own, rows[TUNED])]
+        ratios = [_shown(found[each]) for each in ("fusion off", *peers, "best", "by minima")]
+        errors = [rows[each]["max_relative_error"] if each in rows else None for each in (own["engine"], *peers)]
+        lines.append(
+            _line([name, *milliseconds, *ratios, *("-" if each is None else f"{each:.1e}" for each in errors)])
+        )
+    means = [_shown(geometric_mean(each) if each else None) for each in gains.values()]
+    count = len(gains["in FP32"])
+    lines.append(_line([f"geometric mean of {count}", "", f"{means[0]} times", *means[1:]] + [""] * (1 + len(peers))))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown(ratio: float | None) -> str:
+    return "-" if ratio is None or math.isnan(ratio) else f"{ratio:.2f}"
+
+
+def models_command(
+    networks: Annotated[list[str] | None, typer.Argument(help="Default: those of docs/benchmarks.md.")] = None,
+    precisions: Annotated[str, typer.Option(help=f"Of {', '.join(PRECISIONS)}, separated by commas.")] = FLOAT32,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1",
+    threads: Annotated[str, typer.Option(help="Thread counts, separated by commas.")] = "2",
+    minutes: Annotated[float, typer.Option(help="Tuning of each network and precision.")] = 2.0,
+    trials: Annotated[int, typer.Option(min=1, help="Candidates of a kernel at most.")] = 128,
+    built: Annotated[bool, typer.Option("--built", help="Tune nothing, compare what is built.")] = False,
+    against: Annotated[
+        str, typer.Option(help="Engines of FP32, separated by commas.")
+    ] = "onnxruntime,openvino,torch,torch-eager",
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of builds and figures.")] = Path(
+        "build/models"
+    ),
+) -> None:
+    """Tune networks and time them against other engines."""
+    wanted = chosen(precisions.split(","), PRECISIONS)
+    if FLOAT32 not in wanted:
+        raise InputError(f"--precisions {precisions}: without float32, with which all are compared; add it")
+    effort = Effort(wanted, against.split(","), None if built else minutes, trials, output)
+    output.mkdir(parents=True, exist_ok=True)
+    settings = [(int(one), int(other)) for one in batch.split(",") for other in threads.split(",")]
+    for network in networks or (TABLE if len(wanted) == 1 else SEVEN):
+        for setting_of in settings:
+            try:
+                setting = Setting(*network_file(network, output), *setting_of)
+                document = measure(setting, effort)
+            except ProjectError as error:  # the others are measured all the same
+                print(error, flush=True)
+                continue
+            (output / f"{setting.title}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+            print(table(setting.title, document), flush=True)
+    documents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("*.json"))}
+    for precision in wanted:
+        print(f"\n{overview(documents, precision, effort.engines(precision))}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(models_command), "lab.bench.models"))

@@ -1,8 +1,7 @@
-"""Published training throughput of large language models against ``predict``; nothing is fitted to these figures.
+"""Published throughput of training of large language models against ``predict``; nothing is fitted to these figures.
 
-    python -m lab.bench.published_throughput llama3             # Llama 3 405B on 8,192 and 16,384 H100
-    python -m lab.bench.published_throughput megatron [NAME ...]   # Megatron-LM's GPT, 1.7 to 1,008 billion parameters
-    python -m lab.bench.published_throughput mixtures [TEXT]    # mixtures of experts; rows whose name contains TEXT
+    python -m lab.bench.published_throughput llama3|megatron|mixtures [--only TEXT]
+    python -m lab.bench.published_throughput mfu --every 9
 
 **Llama 3**: "The Llama 3 herd of models" (arXiv 2407.21783), table 4: BF16 on 8,192 and 16,384 H100 SXM in nodes of
 eight, one 400 Gbit/s port each, 16 million tokens a step. Tensor and pipeline parallel with the interleaved schedule,
@@ -34,6 +33,12 @@ DeepEP; norms and activations computed twice, not asked here).
 
 Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 8 sequences of 4,096 tokens a step
 (Megatron-Bridge, docs/training/cpu-offloading.md and its measured results of March 2026).
+
+**MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
+count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed
+form, ``6 x parameters + 12 x layers x width x sequence`` per token, in which embeddings count as parameters, whether a
+product uses them (a head tied to the words) or they are only looked up (positions of MPT, words of Llama).
+``embeddings`` of :class:`ComparedMfu` is that addition.
 """
 
 from __future__ import annotations
@@ -42,36 +47,68 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+from costmodel.base.errors import InputError
+from e2e.explain.utilisation import utilisation_of
+from lab.command_line import program, run
+from lab.data.data_folder import data_folder
+from lab.steps.training import AskedStep, TrainingRow, asked_step, read_training_rows
+from lab.steps.training_runs import prepared
 
 Configuration = Mapping[str, Any]  # ``config.json`` of Hugging Face
 
 
-def predict(
-    model: str | Configuration, gpu: str, *, gpus: int, batch: int, length: int, spread: str, more: str
-) -> dict[str, Any]:
-    """Prediction by ``predict``, run in a separate process. ``batch``: sequences of a micro-batch; ``more``: other
-    options.
-    """
+@dataclass(frozen=True)
+class PublishedRun:
+    """Published steps of one run."""
+
+    name: str
+    model: str | Configuration
+    gpu: str
+    gpus: int
+    # Sequences.
+    micro_batch: int
+    length: int
+    # Value of `--parallel`, and other options of `predict`.
+    parallel: str
+    options: str
+    # Seconds of a step by release.
+    seconds: Mapping[str, float]
+    # Operations of a step as the source counts them; 0 where it gives no rate.
+    flops: float = 0.0
+
+
+def compare(row: PublishedRun) -> str:
+    """Predict ``row`` in a separate process; returns a line of what is predicted and published."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.json"
-        named = ["--model", model] if isinstance(model, str) else ["--model-config", str(path)]
-        if not isinstance(model, str):
-            path.write_text(json.dumps(model), encoding="utf-8")
-        command = [sys.executable, "-m", "e2e", "predict", *named, "--gpu", gpu, "--gpus", str(gpus), "--json"]
-        command += ["--batch-size", str(batch), "--sequence-length", str(length), "--parallel", spread, *more.split()]
+        named = ["--model", row.model] if isinstance(row.model, str) else ["--model-config", str(path)]
+        if not isinstance(row.model, str):
+            path.write_text(json.dumps(row.model), encoding="utf-8")
+        command = [sys.executable, "-m", "e2e", "predict", *named, "--gpu", row.gpu, "--gpus", str(row.gpus), "--json"]
+        command += ["--batch-size", str(row.micro_batch), "--sequence-length", str(row.length)]
+        command += ["--parallel", row.parallel, *row.options.split()]
         done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout:
-        raise SystemExit(done.stderr.strip())
-    return dict(json.loads(done.stdout))  # also if the memory is too small, which gives status 2
-
-
-def memory_of(found: Mapping[str, Any]) -> float:
-    """Largest peak of a rank in GiB."""
-    return float(max(rank["peak_memory_bytes"] for rank in found["ranks"]) / 2**30)
+        raise InputError(done.stderr.strip())
+    found = json.loads(done.stdout)  # also if the memory is too small, which gives status 2
+    seconds = found["iteration_seconds"]
+    memory = max(rank["peak_memory_bytes"] for rank in found["ranks"]) / 2**30
+    told = []
+    for release, published in row.seconds.items():
+        text = f"{release} {published:.3f} s ({seconds / published - 1:+.1%}".lstrip()
+        if row.flops:
+            rate = row.flops / row.gpus / 1e12
+            text += f"), {rate / published:.0f} TFLOP/s per GPU (predicted {rate / seconds:.1f}, "
+            text += f"{published / seconds - 1:+.1%}"
+        told.append(f"{text})")
+    return f"{row.name}: {seconds:.3f} s, {memory:.1f} GiB; published {', '.join(told)}"
 
 
 # --- Llama 3 405B ---------------------------------------------------------------------------------
@@ -89,138 +126,64 @@ LLAMA = {
 }
 
 
-@dataclass(frozen=True)
-class LlamaRow:
+def _llama(gpus: int, cp: int, replicas: int, length: int, batch: int, tflops: float) -> PublishedRun:
     """Row of Llama 3's table. ``batch``: sequences per step and data-parallel rank."""
-
-    gpus: int
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    length: int
-    batch: int
-    tflops: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.dp * self.batch * self.length
-
-    @property
-    def flops(self) -> float:
-        """Flops of a step."""
-        layer = 2 * WIDTH * WIDTH * (1 + KV_HEADS / HEADS) + 3 * WIDTH * INNER
-        parameters = LAYERS * layer + WORDS * WIDTH
-        return self.tokens * (6 * parameters + 6 * LAYERS * WIDTH * self.length)
-
-    def spread(self) -> str:
-        """Value of ``--parallel``."""
-        parts = (LAYERS + 2) // self.pp
-        return (
-            f"fsdp={self.dp},zero=2,tp={self.tp},cp={self.cp},pp={self.pp},micro-batches={self.batch},sp=yes,"
-            f"schedule=interleaved,virtual-stages={parts},first-layers=0,last-layers=0,master-weights=yes"
-        )
+    tokens, parts = replicas * batch * length, (LAYERS + 2) // 16
+    layer = 2 * WIDTH * WIDTH * (1 + KV_HEADS / HEADS) + 3 * WIDTH * INNER
+    flops = tokens * (6 * (LAYERS * layer + WORDS * WIDTH) + 6 * LAYERS * WIDTH * length)
+    parallel = (
+        f"fsdp={replicas},zero=2,tp=8,cp={cp},pp=16,micro-batches={batch},sp=yes,"
+        f"schedule=interleaved,virtual-stages={parts},first-layers=0,last-layers=0,master-weights=yes"
+    )
+    options, seconds = "--dtype bfloat16 --attention flash", {"": flops / gpus / (tflops * 1e12)}
+    name = f"{gpus} GPUs, cp={cp}"
+    return PublishedRun(name, LLAMA, "h100-sxm", gpus, 1, length, parallel, options, seconds, flops)
 
 
-LLAMA_ROWS = (
-    LlamaRow(8192, 8, 1, 16, 64, 8192, 32, 430),
-    LlamaRow(16384, 8, 1, 16, 128, 8192, 16, 400),
-    LlamaRow(16384, 8, 16, 16, 8, 131072, 16, 380),
+LLAMA_RUNS = (
+    _llama(8192, 1, 64, 8192, 32, 430),
+    _llama(16384, 1, 128, 8192, 16, 400),
+    _llama(16384, 16, 8, 131072, 16, 380),
 )
-
-
-def llama3(names: Sequence[str]) -> None:
-    """Print published and predicted throughput."""
-    print(" GPUs  CP  tokens   step s  TFLOP/s per GPU  published   error  memory GiB")
-    for row in LLAMA_ROWS:
-        more = "--dtype bfloat16 --attention flash"
-        found = predict(LLAMA, "h100-sxm", gpus=row.gpus, batch=1, length=row.length, spread=row.spread(), more=more)
-        seconds = found["iteration_seconds"]
-        rate = row.flops / seconds / row.gpus / 1e12
-        cells = f"{row.gpus:5} {row.cp:3} {row.length:7} {seconds:8.2f}  {rate:15.1f}  {row.tflops:9.0f}"
-        print(f"{cells}  {rate / row.tflops - 1:+6.1%}  {memory_of(found):10.1f}", flush=True)
-
 
 # --- Megatron-LM's GPT ----------------------------------------------------------------------------
 
 TOKENS, GPT_WORDS = 2048, 51200
 
 
-@dataclass(frozen=True)
-class GptRow:
+def _gpt(
+    name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int, micro: int, tflops: float
+) -> PublishedRun:
     """Published figure of Megatron-LM. ``batch``: sequences per step; ``micro``: per micro-batch (assumed)."""
-
-    heads: int
-    hidden: int
-    layers: int
-    tp: int
-    pp: int
-    gpus: int
-    batch: int
-    micro: int
-    tflops: float
-
-    @property
-    def flops(self) -> float:
-        """Flops of a step, recomputation included (equation 3)."""
-        work = 96 * self.batch * TOKENS * self.layers * self.hidden**2
-        return work * (1 + TOKENS / (6 * self.hidden) + GPT_WORDS / (16 * self.layers * self.hidden))
-
-    def spread(self, interleaved: bool) -> str:
-        """Value of ``--parallel``."""
-        replicas = self.gpus // self.tp // self.pp
-        parts = {"dp": replicas, "tp": self.tp, "pp": self.pp, "micro-batches": self.batch // replicas // self.micro}
-        text = ",".join(f"{name}={value}" for name, value in parts.items())
-        schedule = ",schedule=interleaved,virtual-stages=2" if interleaved else ""
-        return f"{text},recompute=full,master-weights=yes{schedule}"
+    # Equation 3, recomputation included.
+    work = 96 * batch * TOKENS * layers * hidden**2
+    flops = work * (1 + TOKENS / (6 * hidden) + GPT_WORDS / (16 * layers * hidden))
+    replicas = gpus // tp // pp
+    parallel = f"dp={replicas},tp={tp},pp={pp},micro-batches={batch // replicas // micro},recompute=full"
+    parallel += ",master-weights=yes" + (",schedule=interleaved,virtual-stages=2" if name.endswith("-i") else "")
+    config = {
+        "model_type": "gpt2", "n_positions": TOKENS, "vocab_size": GPT_WORDS,
+        "n_embd": hidden, "n_head": heads, "n_layer": layers,
+    }  # fmt: skip
+    seconds = {"": flops / gpus / (tflops * 1e12)}
+    return PublishedRun(name, config, "a100-sxm-80gb", gpus, micro, TOKENS, parallel, "--dtype float16", seconds, flops)
 
 
-GPT_ROWS = {
-    "1.7B": GptRow(24, 2304, 24, 1, 1, 32, 512, 4, 137),
-    "3.6B": GptRow(32, 3072, 30, 2, 1, 64, 512, 4, 138),
-    "7.5B": GptRow(32, 4096, 36, 4, 1, 128, 512, 4, 142),
-    "18.4B": GptRow(48, 6144, 40, 8, 1, 256, 1024, 4, 135),
-    "39.1B": GptRow(64, 8192, 48, 8, 2, 512, 1536, 2, 138),
-    "76.1B": GptRow(80, 10240, 60, 8, 4, 1024, 1792, 2, 140),
-    "145.6B": GptRow(96, 12288, 80, 8, 8, 1536, 2304, 1, 148),
-    "145.6B-i": GptRow(96, 12288, 80, 8, 8, 1536, 2304, 1, 148),
-    "174.6B-i": GptRow(96, 12288, 96, 8, 12, 384, 1536, 1, 153),
-    "174.6B-x4-i": GptRow(96, 12288, 96, 8, 12, 1536, 1536, 1, 141),
-    "310.1B": GptRow(128, 16384, 96, 8, 16, 1920, 2160, 1, 155),
-    "529.6B": GptRow(128, 20480, 105, 8, 35, 2520, 2520, 1, 163),
-    "1008B": GptRow(160, 25600, 128, 8, 64, 3072, 3072, 1, 163),
-}
-
-
-def megatron(names: Sequence[str]) -> None:
-    """Print published and predicted throughput of the named points, by default all of them."""
-    names = names or list(GPT_ROWS)
-    unknown = [name for name in names if name not in GPT_ROWS]
-    if unknown:
-        raise SystemExit(f"{unknown[0]}: no such point; known: {', '.join(GPT_ROWS)}")
-    print("point        GPUs  step s  TFLOP/s per GPU  published  error")
-    for name in names:
-        row = GPT_ROWS[name]
-        config = {
-            "model_type": "gpt2", "n_positions": TOKENS, "vocab_size": GPT_WORDS,
-            "n_embd": row.hidden, "n_head": row.heads, "n_layer": row.layers,
-        }  # fmt: skip
-        spread = row.spread(name.endswith("-i"))
-        found = predict(
-            config,
-            "a100-sxm-80gb",
-            gpus=row.gpus,
-            batch=row.micro,
-            length=TOKENS,
-            spread=spread,
-            more="--dtype float16",
-        )
-        seconds = found["iteration_seconds"]
-        rate = row.flops / seconds / row.gpus / 1e12
-        cells = f"{name:12} {row.gpus:4} {seconds:7.2f}  {rate:15.1f}  {row.tflops:9.0f}"
-        print(f"{cells}  {rate / row.tflops - 1:+.1%}", flush=True)
-
+GPT_RUNS = (
+    _gpt("1.7B", 24, 2304, 24, 1, 1, 32, 512, 4, 137),
+    _gpt("3.6B", 32, 3072, 30, 2, 1, 64, 512, 4, 138),
+    _gpt("7.5B", 32, 4096, 36, 4, 1, 128, 512, 4, 142),
+    _gpt("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 4, 135),
+    _gpt("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 2, 138),
+    _gpt("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 2, 140),
+    _gpt("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 1, 148),
+    _gpt("145.6B-i", 96, 12288, 80, 8, 8, 1536, 2304, 1, 148),
+    _gpt("174.6B-i", 96, 12288, 96, 8, 12, 384, 1536, 1, 153),
+    _gpt("174.6B-x4-i", 96, 12288, 96, 8, 12, 1536, 1536, 1, 141),
+    _gpt("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 1, 155),
+    _gpt("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 163),
+    _gpt("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 1, 163),
+)
 
 # --- mixtures of experts --------------------------------------------------------------------------
 
@@ -242,26 +205,16 @@ QWEN_BY_TOKENS = f"fsdp=16,{SHARED},tp=2,sp=yes,tp-overlap=yes,pp=8,ep=32,etp=1,
 OFFLOADED = "fsdp=4,zero=1,master-weights=yes,tp=2,sp=yes,pp=2,ep=4,etp=1,micro-batches=2"
 
 
-@dataclass(frozen=True)
-class MixtureRow:
-    """Published step: ``rates`` of tokens per second and GPU by release, or ``seconds`` of the step."""
-
-    name: str
-    model: str | Configuration
-    gpus: int
-    batch: int
-    micro_batch: int
-    spread: str
-    rates: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    precision: str = ""
-
-    def published(self) -> Iterator[tuple[str, float]]:
-        """Yield release and seconds of a step."""
-        if self.seconds:
-            yield "", self.seconds
-        for release, rate in self.rates.items():
-            yield release, self.batch * LENGTH / (rate * self.gpus)
+def _mixture(
+    name: str, model: str | Configuration, gpus: int, batch: int, micro_batch: int, parallel: str,
+    rates: Mapping[str, float] | None = None, seconds: float = 0.0, precision: str = "",
+) -> PublishedRun:  # fmt: skip
+    """Published step of ``batch`` sequences: ``rates`` of tokens per second and GPU by release, or ``seconds``."""
+    options = "--dtype bfloat16 --stack megatron --attention cudnn --speed-spread 0"
+    options += f" --precision {precision}" if precision else ""
+    published = {release: batch * LENGTH / (rate * gpus) for release, rate in (rates or {}).items()}
+    published |= {"": seconds} if seconds else {}
+    return PublishedRun(name, model, "dgx-h100", gpus, micro_batch, LENGTH, parallel, options, published)
 
 
 def _micro_batches(batch: int, replicas: int, size: int = 1) -> str:
@@ -276,7 +229,7 @@ def _mixtral_rate() -> float:
 
 MIXTURES = (
     *(
-        MixtureRow(
+        _mixture(
             f"Qwen3-235B-A22B, etp={etp}", QWEN3_235B, 256, 2048, 1,
             f"{QWEN},ep={32 // etp},etp={etp},{QWEN_PARTS},{_micro_batches(2048, 16)}",
             {"25.09": 1204.0, "25.11": 1575.0, "26.02 to 26.06, of 8,192 sequences": 1633.0}, precision="fp8-current",
@@ -284,7 +237,7 @@ MIXTURES = (
         for etp in (1, 2)
     ),
     *(
-        MixtureRow(
+        _mixture(
             f"DeepSeek-V3, etp={etp}", "deepseek-v3", 1024, 8192, 1,
             f"{DEEPSEEK},etp={etp},{DEEPSEEK_PARTS},{_micro_batches(8192, 64)}", {"25.09": 1297.0},
             precision="fp8-current",
@@ -292,14 +245,14 @@ MIXTURES = (
         for etp in (1, 2)
     ),
     *(
-        MixtureRow(
+        _mixture(
             f"Qwen3-235B-A22B, BF16, tokens once per node{named}", QWEN3_235B, 256, 2048, 1,
             f"{QWEN_BY_TOKENS},{QWEN_PARTS}{overlap},{_micro_batches(2048, 16)}", seconds=seconds,
         )
         for named, overlap, seconds in (("", "", 19.7), (", overlapped", ",ep-overlap=yes", 17.6))
     ),
     *(
-        MixtureRow(
+        _mixture(
             f"Qwen3-30B-A3B, BF16, {named}", "qwen3-30b-a3b", 16, 1024, 1,
             f"{QWEN_30B},{dispatch},{_micro_batches(1024, 16)}", seconds=seconds,
         )
@@ -310,21 +263,21 @@ MIXTURES = (
             ("tokens once per node, overlapped", "ep-dispatch=deepep,ep-overlap=yes", 20.992),
         )
     ),
-    MixtureRow(
+    _mixture(
         "gpt-oss-120b, micro-batches of 4", "gpt-oss-120b", 64, 512, 4,
         f"fsdp=16,{SHARED},pp=4,ep=8,{_micro_batches(512, 16, 4)}", {"25.11": 5630.0},
     ),
-    MixtureRow(
+    _mixture(
         "gpt-oss-120b", "gpt-oss-120b", 64, 1280, 1,
         f"fsdp=16,{SHARED},pp=4,ep=8,{_micro_batches(1280, 16)}", {"26.02": 5984.0, "later": 5824.0},
     ),
-    MixtureRow(
+    _mixture(
         "Mixtral 8x7B", "mixtral-8x7b", 64, MIXTRAL_BATCH, 1,
         f"fsdp=16,{SHARED},pp=4,ep=8,schedule=interleaved,virtual-stages=8,{_micro_batches(MIXTRAL_BATCH, 16)}",
         {"README": _mixtral_rate()},
     ),
     *(
-        MixtureRow(
+        _mixture(
             f"Qwen3-30B-A3B, optimizer offloaded {share:.0%}", "qwen3-30b-a3b", 16, 8, 1,
             OFFLOADED + (f",offload-optimizer={share:g}" if share else ""), seconds=seconds,
         )
@@ -333,34 +286,96 @@ MIXTURES = (
 )  # fmt: skip
 
 
-def mixtures(names: Sequence[str]) -> None:
-    """Print published and predicted steps of the rows whose name contains the first of ``names``."""
-    wanted = names[0] if names else ""
-    for row in (each for each in MIXTURES if wanted in each.name):
-        more = "--dtype bfloat16 --stack megatron --attention cudnn --skew spread=0"
-        more += f" --precision {row.precision}" if row.precision else ""
-        found = predict(
-            row.model, "dgx-h100", gpus=row.gpus, batch=row.micro_batch, length=LENGTH, spread=row.spread, more=more
-        )
-        seconds = found["iteration_seconds"]
-        errors = ", ".join(f"{release} {value:.3f} s: {seconds / value - 1:+.1%}" for release, value in row.published())
-        print(f"{row.name}: {seconds:.3f} s, {memory_of(found):.1f} GiB; published {errors}", flush=True)
+# --- MFU -------------------------------------------------------------------------------------------
 
 
-TABLES: Mapping[str, Callable[[Sequence[str]], None]] = {
-    "llama3": llama3,
-    "megatron": megatron,
-    "mixtures": mixtures,
-}
+@dataclass(frozen=True)
+class ComparedMfu:
+    """``published`` and ``counted`` MFU of ``row``, as shares; ``hfu``: as counted. ``embeddings``: share of the
+    published MFU for embeddings that are only looked up.
+    """
+
+    row: TrainingRow
+    published: float
+    counted: float
+    hfu: float
+    embeddings: float = 0.0
+
+    @property
+    def difference(self) -> float:
+        """(counted - published) / published."""
+        return self.counted / self.published - 1.0
+
+    @property
+    def unexplained(self) -> float:
+        """(counted - published) / published, with embeddings counted as published."""
+        return (self.counted + self.embeddings) / self.published - 1.0
 
 
-def main() -> None:
-    """Print the named table."""
-    name, *rest = sys.argv[1:] or [""]
-    if name not in TABLES:
-        raise SystemExit(f"which table? {', '.join(TABLES)}")
-    TABLES[name](rest)
+def published_rows(data: Path) -> list[AskedStep]:
+    """Requests for the rows of the table below ``data`` with a published MFU."""
+    asked = (asked_step(row) for row in read_training_rows(data) if row.mfu)
+    return [each for each in asked if isinstance(each, AskedStep)]
+
+
+def compared(steps: Sequence[AskedStep], kept: Path) -> Iterator[ComparedMfu]:
+    """Compare each of ``steps``; captures are cached in ``kept``. All micro-batches are the same: one is counted."""
+    for step in steps:
+        micro_batches = step.spec.micro_batches
+        once = prepared(replace(step, spec=replace(step.spec, micro_batches=1)), kept)
+        found = utilisation_of(once.graph, once.setting.machine, step.row.seconds / micro_batches)
+        assert found is not None and found.mfu is not None and found.hfu is not None
+        (peak,) = found.peak_flops_per_second.values() if step.precision is None else (0.0,)
+        yield ComparedMfu(step.row, step.row.mfu, found.mfu, found.hfu, _embeddings(step) / peak if peak else 0.0)
+
+
+def _embeddings(step: AskedStep) -> float:
+    """Flop/s of one GPU for embeddings that are only looked up, if they were multiplied."""
+    from transformers import CONFIG_MAPPING
+
+    from e2e.capture.models.transformer import PRESETS
+
+    given = {**PRESETS[step.model], **step.config}
+    config = CONFIG_MAPPING[given.pop("model_type")](**given)
+    rows = getattr(config, "n_positions", 0) + (0 if config.tie_word_embeddings else config.vocab_size)
+    tokens = step.row.global_batch * step.sequence_length / step.row.seconds / step.row.gpus
+    return float(6 * rows * config.hidden_size * tokens)
+
+
+TABLES: Mapping[str, Sequence[PublishedRun]] = {"llama3": LLAMA_RUNS, "megatron": GPT_RUNS, "mixtures": MIXTURES}
+
+
+def throughput_command(
+    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu.")],
+    only: Annotated[str, typer.Option(help="Runs whose name contains this.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Every n-th run alone.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements, for mfu.")] = None,
+) -> None:
+    """Compare the published throughput, or MFU, of a table of runs with ours."""
+    if table == "mfu":
+        steps = [step for step in published_rows(data_folder(data)) if only in step.row.name]
+        _print_mfu(steps[::every])
+    elif table in TABLES:
+        for row in [each for each in TABLES[table] if only in each.name][::every]:
+            print(compare(row), flush=True)
+    else:
+        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu")
+
+
+def _print_mfu(steps: Sequence[AskedStep]) -> None:
+    found = []
+    with tempfile.TemporaryDirectory(prefix="published-mfu-") as kept:
+        for each in compared(steps, Path(kept)):
+            found.append(each)
+            print(
+                f"{each.row.name:88s} published {each.published:6.2%}  counted {each.counted:6.2%} "
+                f"({each.difference:+.2%}, embeddings counted {each.unexplained:+.2%})  HFU {each.hfu:6.2%}",
+                flush=True,
+            )
+    for name in ("difference", "unexplained"):
+        values = [abs(getattr(each, name)) for each in found]
+        print(f"{len(values)} rows, {name}: mean {sum(values) / len(values):.2%}, largest {max(values):.2%}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(throughput_command), "lab.bench.published_throughput"))

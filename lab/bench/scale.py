@@ -6,7 +6,6 @@ GPT-3 175B (tp=8, pp=8, the rest replicas), whose numbers of distinct ranks stay
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,9 +13,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from costmodel.base.errors import InputError
 from costmodel.pages.charts import picture
+from lab.command_line import program, run
 
 COUNTS = (64, 256, 1024, 4096)
 GPT3 = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}
@@ -44,7 +47,7 @@ def measure(arguments: list[str], gpus: int) -> dict[str, float]:
         _, status, used = os.wait4(process.pid, 0)  # usage of this process only
         wall = time.perf_counter() - begin
         if status:
-            raise SystemExit(f"failed: {' '.join(command)}")
+            raise InputError(f"failed: {' '.join(command)}")
         output.seek(0)
         step = json.load(output)["iteration_seconds"]
     processor = used.ru_utime + used.ru_stime
@@ -66,11 +69,10 @@ def plot(results: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
         left.legend()
 
 
-def main() -> None:
+def scale_command(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Plot, such as docs/scale.svg.")] = None,
+) -> None:
     """Measure all points, print them, write the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="file of the plot, such as docs/scale.svg")
-    options = parser.parse_args()
     results: dict[str, dict[int, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in workloads(Path(folder)).items():
@@ -81,9 +83,9 @@ def main() -> None:
                     f"{point['bytes'] / 2**30:5.2f} GiB; step {point['step'] * 1e3:9.1f} ms",
                     flush=True,
                 )
-    if options.output is not None:
-        plot(results, options.output)
+    if output is not None:
+        plot(results, output)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(scale_command), "lab.bench.scale"))

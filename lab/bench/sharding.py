@@ -1,6 +1,6 @@
 """The sharding figures: random tasks against greedy sharders, small tasks against the optimum, and a large one in time.
 
-python -m lab.bench.sharding [--tasks 20] [--truths 5] [--small 10] [--large] [--table-wise] [--gpu GPU] [--json FILE]
+python -m lab.bench.sharding [--tasks 20] [--truths 5] [--small 10] [--large] [--gpu GPU] [--json FILE]
 
 The first is the published experiment, by simulation: random tasks, seven sharders, costs that are wrong.
 
@@ -12,27 +12,33 @@ planner draws errors, too, of the size that the models' own intervals tell and f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
+from costmodel.base.errors import InputError
+from costmodel.base.input_files import read_text
 from costmodel.collectives import collective_cost_model
-from costmodel.embedding.embedding_tables import EmbeddingTable
-from costmodel.embedding.popularity import read_histograms
+from costmodel.gpu.embedding_tables import CountBin, EmbeddingTable, statistics_of_counts
 from costmodel.machines.cluster import Cluster, load_cluster
-from costmodel.operators.lookups import IndexStatistics, zipf
+from costmodel.operators.lookups import REUSE_BINS, REUSE_EDGES, IndexStatistics, zipf
 from e2e.sharding.local_search import GREEDY
 from e2e.sharding.placement import Option
-from e2e.sharding.planner import ExactTimes, SearchEffort, find_plan, make_problem, simulated_seconds
+from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
+from e2e.sharding.step_graph import options_of_rank
 from e2e.sharding.step_model import Problem, State, state_of
 from e2e.sharding.task import BACKWARD, FORWARD, KINDS, OptionCosts, ShardingTask, TransferTimes
 from e2e.step.arrays import Floats
+from lab.command_line import program, run
 from lab.data.data_folder import data_folder
 
 OURS, ORACLE = "ours", "oracle"
@@ -42,7 +48,7 @@ NAMES = (OURS, *GREEDY, ORACLE)
 @dataclass(frozen=True)
 class Errors:
     """Standard deviation of the logarithm of true over predicted time. A deviation s is a mean error of about 0.8 s: by
-    default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.embedding_kernels``;
+    default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.unseen_kernels lookups``;
     backward passes are more accurate) and 11 % of a collective (A100 from 1 MiB up, with the whole system left out of
     the fit, docs/collectives.md).
     """
@@ -111,6 +117,91 @@ def random_tables(
     return tables
 
 
+# --- popularity of rows in public data sets ---------------------------------------------------------
+_NAME = re.compile(r"\S*_t(?P<tables>\d+)_bs(?P<batch>\d+)\S*\.pt")
+_COUNT = re.compile(r"Avg # of (indices|unique cols): (\d+)")
+_BIN = re.compile(r"\((\d+)(?:, (\d+)\]|\+): ([0-9.]+)")
+_RELIABLE = 0.01  # shares from here on are known to 5 %
+
+
+@dataclass(frozen=True)
+class ReuseHistogram:
+    """One data set of ``locality_stats_*.txt`` of facebookresearch/dlrm_datasets (MIT): ``tables`` together have
+    ``lookups`` of ``unique`` distinct rows in a batch of ``batch_size``.
+
+    ``unique_shares``, ``lookup_shares``: share of the distinct rows, and of the lookups that go to them, by how often
+    the batch touches a row: bins of ``REUSE_EDGES``, (17,). They are rounded to three digits: where a bin's rows are
+    too few to be printed, they follow from its lookups.
+    """
+
+    name: str
+    tables: int
+    batch_size: int
+    lookups: int
+    unique: int
+    unique_shares: tuple[float, ...]
+    lookup_shares: tuple[float, ...]
+
+    @property
+    def pooling(self) -> float:
+        """Mean number of lookups per sample and table."""
+        return self.lookups / (self.tables * self.batch_size)
+
+    def statistics(self, rows: int | None = None) -> IndexStatistics:
+        """Row popularity in the mean table of the data set, stretched to ``rows`` rows if given."""
+        bins = [each for each in map(self._bin, range(REUSE_BINS)) if each is not None]
+        found = statistics_of_counts(bins, None, f"dlrm_datasets {self.name}")
+        return found if rows is None else found.resized(rows)
+
+    def _bin(self, place: int) -> CountBin | None:
+        above, up_to = REUSE_EDGES[place], REUSE_EDGES[place + 1]
+        lookups = self.lookup_shares[place] * self.lookups / self.tables
+        rows = self.unique_shares[place] * self.unique / self.tables
+        if lookups <= 0:
+            return None
+        typical = (above * min(up_to, 4 * above)) ** 0.5 if above else 1.0
+        mean = lookups / rows if self.unique_shares[place] >= _RELIABLE else typical
+        mean = min(max(mean, above + 1), up_to)
+        return CountBin(above, up_to, lookups / mean, mean)
+
+
+def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
+    """Read every data set of the file ``path`` by name; ``InputError`` names a missing or malformed file."""
+    try:
+        lines = read_text(path, "table").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no text ({error.reason}); fetch the file again") from None
+    found = {}
+    for name, section in _sections(lines):
+        try:
+            found[name] = _histogram(name, section)
+        except ValueError as error:
+            raise InputError(f"{path}: {name}: {error}; fetch the file again") from None
+    if not found:
+        raise InputError(f"{path}: no data set (a line such as fbgemm_t856_bs65536_0.pt); give a locality_stats file")
+    return found
+
+
+def _sections(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    starts = [place for place, line in enumerate(lines) if _NAME.fullmatch(line.strip())]
+    ends = [*starts, len(lines)][1:]
+    for start, end in zip(starts, ends, strict=True):
+        yield lines[start].strip(), list(lines[start + 1 : end])
+
+
+def _histogram(name: str, section: Sequence[str]) -> ReuseHistogram:
+    counts = {match[1]: int(match[2]) for line in section if (match := _COUNT.match(line))}
+    shares = [float(match[3]) for line in section if (match := _BIN.match(line))]
+    if set(counts) != {"indices", "unique cols"} or len(shares) != 2 * REUSE_BINS:
+        raise ValueError(f"needs two counts and two histograms of {REUSE_BINS} bins, has {len(counts)}, {len(shares)}")
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    sizes = (int(match["tables"]), int(match["batch"]), counts["indices"], counts["unique cols"])
+    return ReuseHistogram(name, *sizes, tuple(shares[:REUSE_BINS]), tuple(shares[REUSE_BINS:]))
+
+
 def popularities(data: Path) -> list[IndexStatistics]:
     """Row popularities of the published data sets, or Zipf distributions if ``data`` has none."""
     files = sorted((data / "dlrm_datasets").glob("locality_stats_*.txt"))
@@ -143,7 +234,7 @@ def run_task(task: ShardingTask, errors: Errors, effort: SearchEffort, seed: int
         truth = perturbed(problem, errors, np.random.default_rng([seed, place + 1]))
         true = {name: None if state is None else _moved(truth, state) for name, state in plans.items()}
         # With true costs no caution is needed.
-        oracle = find_plan(truth, replace(effort, rebuilds=0)).best.simulated if place == 0 else None
+        oracle = find_plan(truth, replace(effort, cautious=False)).best.simulated if place == 0 else None
         outcomes.append(Outcome(len(task.tables), task.ranks, task.batch_size, true | {ORACLE: oracle}, predicted))
     return outcomes
 
@@ -205,6 +296,38 @@ def small_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> Sh
     return ShardingTask(tuple(tables), cluster, int(generator.choice([512, 2048, 8192])))
 
 
+class ExactTimes:
+    """Exact step times of plans of one problem, with a cache of kernels."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def seconds(self, state: State) -> float:
+        """Return the time of a step.
+
+        An upper bound if different ranks have the most forward and the most backward work.
+        """
+        groups = [options_of_rank(state, rank) for rank in range(state.problem.ranks)]
+        placed = np.array([self._kernel(state, group["placed"]) for group in groups]).max(axis=0)
+        rows, copies = (self._kernel(state, groups[0][name]) for name in ("rows", "copies"))
+        pieces = replace(
+            state.problem.model.pieces(state.loads.max(axis=0), state.totals),
+            placed_forward=placed[0],
+            placed_backward=placed[1],
+            row_forward=np.array(rows[0]),
+            row_backward=np.array(rows[1]),
+            copy_forward=np.array(copies[0]),
+            copy_backward=np.array(copies[1]),
+        )
+        return float(state.problem.model.combine(pieces))
+
+    def _kernel(self, state: State, options: list[int]) -> tuple[float, float]:
+        key = tuple(sorted(options))
+        if key not in self._kernels:
+            self._kernels[key] = state.problem.costs.kernel(key) if key else (0.0, 0.0)
+        return self._kernels[key]
+
+
 def optimum(problem: Problem) -> float:
     """Seconds of the best of all placements, kernels priced exactly; infinite if none fits."""
     exact, state, best = ExactTimes(), State(problem), np.inf
@@ -232,59 +355,57 @@ def small_gap(task: ShardingTask, effort: SearchEffort) -> float:
     return ExactTimes().seconds(find_plan(problem, effort).best.state) / optimum(problem) - 1
 
 
-def with_whole_tables_only(task: ShardingTask) -> ShardingTask:
-    """The same task restricted to table-wise plans, as all greedy ones are."""
-    return replace(task, rules=replace(task.rules, kinds=("table-wise",)))
+@dataclass(frozen=True)
+class Effort:
+    """Numbers of tasks, of draws of true costs for each, of tasks solved exhaustively; and their GPU."""
+
+    tasks: int
+    truths: int
+    small: int
+    gpu: str
+    search: SearchEffort
 
 
-def main() -> None:
-    """Run the requested parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=20)
-    parser.add_argument("--truths", type=int, default=5, help="draws of true costs for every task")
-    parser.add_argument("--small", type=int, default=10)
-    parser.add_argument("--large", action="store_true", help="1,000 tables over 64 GPUs")
-    parser.add_argument("--table-wise", action="store_true", help="our plans, too, keep tables whole")
-    parser.add_argument("--gpu", default="a100-sxm-40gb")
-    parser.add_argument("--data", type=Path, default=data_folder())
-    parser.add_argument("--lookup-error", type=float, default=Errors.lookup)
-    parser.add_argument("--collective-error", type=float, default=Errors.collective)
-    parser.add_argument("--seconds", type=float, default=8.0, help="search per task")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    popularity = popularities(given.data)
+def sharding_command(
+    tasks: Annotated[int, typer.Option(help="Random tasks.")] = 20,
+    truths: Annotated[int, typer.Option(min=1, help="Draws of true costs for every task.")] = 5,
+    small: Annotated[int, typer.Option(help="Tasks that are solved exhaustively too.")] = 10,
+    large: Annotated[bool, typer.Option("--large", help="Plan 1,000 tables over 64 GPUs too.")] = False,
+    gpu: Annotated[str, typer.Option()] = "a100-sxm-40gb",
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements: how popular rows are.")] = None,
+    seconds: Annotated[float, typer.Option(help="Search per task.")] = 8.0,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+) -> None:
+    """Plan random tasks and compare the plans with greedy ones, with the optimum, and with right costs."""
+    popularity = popularities(data_folder(data))
+    given = Effort(tasks, truths, small, gpu, SearchEffort(seconds))
     record: dict[str, object] = {}
-    if given.small:
-        record["small"] = small(given, popularity)
-    if given.tasks:
-        record["tasks"] = random_tasks(given, popularity)
-    if given.large:
-        record["large"] = large(given, popularity)
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if small:
+        record["small"] = solve_small(given, popularity)
+    if tasks:
+        record["tasks"] = solve_tasks(given, popularity)
+    if large:
+        record["large"] = solve_large(given, popularity)
+    if output is not None:
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def small(given: argparse.Namespace, popularity: list) -> list[float]:
+def solve_small(given: Effort, popularity: Sequence[IndexStatistics]) -> list[float]:
     """Gaps to the optimum for tasks solved exhaustively."""
-    effort = SearchEffort(given.seconds, deterministic=0.2)
-    gaps = [small_gap(small_task(seed, given.gpu, popularity), effort) for seed in range(given.small)]
+    gaps = [small_gap(small_task(seed, given.gpu, popularity), given.search) for seed in range(given.small)]
     print(
         f"{len(gaps)} small tasks: plan above the optimum by {np.mean(gaps):.2%} on average, {max(gaps):.2%} at worst"
     )
     return gaps
 
 
-def random_tasks(given: argparse.Namespace, popularity: list) -> list[list[dict]]:
+def solve_tasks(given: Effort, popularity: Sequence[IndexStatistics]) -> list[list[dict[str, Any]]]:
     """Print the table of the published experiment for the first draw of true costs, and a summary of all draws."""
-    errors = Errors(given.lookup_error, given.collective_error)
-    effort = SearchEffort(given.seconds, deterministic=0.2)
     print("task  tables gpus batch  " + " ".join(f"{name:>17}" for name in NAMES) + "   true step, ms")
     outcomes = []
     for seed in range(given.tasks):
         task = random_task(seed, given.gpu, popularity)
-        if given.table_wise:
-            task = with_whole_tables_only(task)
-        found = run_task(task, errors, effort, seed, given.truths)
+        found = run_task(task, Errors(), given.search, seed, given.truths)
         outcomes.append(found)
         first = found[0]
         cells = (first.true[name] for name in NAMES)
@@ -318,7 +439,7 @@ def _summary(outcomes: list[list[Outcome]]) -> None:
     print(f"regret against planning with true costs: mean {oracle.mean():.2%}, worst {oracle.max():.2%}")
 
 
-def large(given: argparse.Namespace, popularity: list) -> dict[str, float]:
+def solve_large(given: Effort, popularity: Sequence[IndexStatistics]) -> dict[str, float]:
     """Plan 1,000 tables over 64 GPUs."""
     begin = time.perf_counter()
     tables = random_tables(np.random.default_rng(3), 1000, popularity)
@@ -335,4 +456,4 @@ def large(given: argparse.Namespace, popularity: list) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(sharding_command), "lab.bench.sharding"))

@@ -1,24 +1,17 @@
 """Networks never seen, tuned for no time and for a minute, beside the same networks tuned fully, in turns.
 
-    python -m lab.bench.zero_trials build/models/*/ --minutes 0 1
+    python -m lab.bench.zero_trials build/models/*/
 
 Each folder is a build that `tune` made of one network. Its records, and all kernels that other networks share with it,
 are left out of the records that are shipped for this CPU (or of those in ``--records``), the ranking is learned anew
 from the rest, and `tune` builds the network from that with ``--minutes 0`` and ``--minutes 1``. A row says how many
 times as long as the full build each takes (median over rounds in which all take turns), and what making it took: wall
 time, and processor time of all its processes.
-
-Several builds of one model beside each other, by the protocol of ``compare``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,18 +19,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Annotated
+
+import typer
 
 from costmodel.base.errors import InputError, ProjectError, Say
 from costmodel.base.process import threads_to_use
-from fusion.artifact.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
-from fusion.commands.records_command import train_records
 from fusion.comparing.compare import build_workload
-from fusion.comparing.engines.engine import ENGINES, TUNED, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import ENGINES, TUNED, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.timing import EngineTiming, Sampling
 from fusion.comparing.timing import measure as measure_in_turns
+from fusion.model.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
 from fusion.model.named_arrays import random_arrays
-from schedules.records.shipped_records import DIRECTORY_VARIABLE, network_name
+from lab.bench.models import tune
+from lab.command_line import program, run
+from lab.records import network_name, train_records
+from schedules.tuning.shipped_records import DIRECTORY_VARIABLE
 
 FULL = "full"
 # Goals: largest latency relative to the full build, by minutes of tuning.
@@ -68,19 +67,12 @@ def open_shapes(artifact: Artifact) -> list[str]:
     return [word for info in asked for word in ("--shape", f"{info.name}={','.join(map(str, info.shape))}")]
 
 
-def tune(artifact: Artifact, minutes: float, output: Path, records: Path) -> tuple[float, float]:
+def tune_build(artifact: Artifact, minutes: float, output: Path, records: Path) -> tuple[float, float]:
     """Build the network of ``artifact`` into ``output`` from ``records`` only; returns wall and processor seconds."""
-    command = [
-        sys.executable, "-m", "fusion", "tune", artifact.manifest.model_path, "-o", str(output),
-        "--minutes", f"{minutes:g}", "--threads", str(artifact.manifest.threads), *open_shapes(artifact),
-    ]  # fmt: skip
+    options = ["--minutes", f"{minutes:g}", "--threads", str(artifact.manifest.threads), *open_shapes(artifact)]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(
-        command, env={**os.environ, DIRECTORY_VARIABLE: str(records)}, capture_output=True, text=True, check=False
-    )
+    tune(Path(artifact.manifest.model_path), output, *options, environment={DIRECTORY_VARIABLE: str(records)})
     wall, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise InputError(f"{artifact.directory}: `tune` failed: {done.stderr.strip().splitlines()[-1:]}")
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -89,7 +81,7 @@ def measure(folder: Path, minutes: Sequence[float], records: Path | None, scratc
     artifact = read_artifact(folder)
     own = scratch / "records"
     train_records(records, [network_name(folder)], own)
-    costs = {each: tune(artifact, each, scratch / f"{each:g}", own) for each in minutes}
+    costs = {each: tune_build(artifact, each, scratch / f"{each:g}", own) for each in minutes}
     builds = {FULL: folder, **{f"{each:g}": scratch / f"{each:g}" for each in minutes}}
     timings = compare_builds(builds, say=lambda line: print(line, file=sys.stderr))
     return [ShortBuild(each, timings[f"{each:g}"].ratio, *costs[each]) for each in minutes]
@@ -105,36 +97,10 @@ def table(found: dict[str, list[ShortBuild]], minutes: Sequence[float]) -> str:
     sums = []
     for index, each in enumerate(minutes):
         ratios = [builds[index].ratio for builds in found.values()]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
-        goal = GOALS.get(each)
-        reached = "" if goal is None else f", {sum(ratio <= goal for ratio in ratios)} within {goal - 1:.0%}"
-        sums.append(f" {mean:.3f} (worst {max(ratios, default=math.nan):.3f}{reached}) | | |")
+        goal = GOALS[each]
+        reached = f"{sum(ratio <= goal for ratio in ratios)} within {goal - 1:.0%}"
+        sums.append(f" {geometric_mean(ratios):.3f} (worst {max(ratios):.3f}, {reached}) | | |")
     return "\n".join([*lines, f"| geometric mean of {len(found)} |{''.join(sums)}"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("builds", nargs="+", type=Path, help="folders that `tune` wrote, fully tuned")
-    parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 1.0], help="of tuning, one build each")
-    parser.add_argument("--records", type=Path, help="folder of all CPUs' records; default: what is shipped")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    found: dict[str, list[ShortBuild]] = {}
-    for folder in arguments.builds:
-        if not (folder / SUMMARY).is_file():
-            print(f"{folder}: no build, left out", file=sys.stderr)
-            continue
-        with tempfile.TemporaryDirectory(prefix="zero-trials-") as scratch:
-            try:
-                found[network_name(folder)] = measure(folder, arguments.minutes, arguments.records, Path(scratch))
-            except ProjectError as error:  # the others are measured all the same
-                print(error, file=sys.stderr)
-                continue
-        print(table(found, arguments.minutes).splitlines()[-2], flush=True)
-    print(table(found, arguments.minutes))
-    if arguments.json is not None:
-        rows = {network: [vars(each) for each in builds] for network, builds in found.items()}
-        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def compare_builds(
@@ -191,5 +157,27 @@ def _require_same_model(artifact: Artifact, first: Artifact) -> None:
         )
 
 
+def zero_trials_command(
+    builds: Annotated[list[Path], typer.Argument(help="Folders that `fusion tune` wrote, fully tuned.")],
+    records: Annotated[Path | None, typer.Option(help="Folder of all CPUs' records; default: what is shipped.")] = None,
+) -> None:
+    """Build networks from the records of others and compare them with the full builds."""
+    found: dict[str, list[ShortBuild]] = {}
+    for folder in builds:
+        if not (folder / SUMMARY).is_file():
+            print(f"{folder}: no build, left out", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory(prefix="zero-trials-") as scratch:
+            try:
+                found[network_name(folder)] = measure(folder, list(GOALS), records, Path(scratch))
+            except ProjectError as error:  # the others are measured all the same
+                print(error, file=sys.stderr)
+                continue
+        print(table(found, list(GOALS)).splitlines()[-2], flush=True)
+    if not found:
+        raise InputError("none of these builds could be compared; tune networks first")
+    print(table(found, list(GOALS)))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(zero_trials_command), "lab.bench.zero_trials"))

@@ -24,8 +24,8 @@ from pathlib import Path
 from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.collectives.sweep_logs import KINDS, CollectiveRow, SweepReader, read_own_table, read_sweep, whole_buffer
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.data.data_folder import Wanted, everything
 from lab.data.kernel_table import read_parquet
-from lab.data.selection import Wanted, everything
 
 _SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
 _VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}

@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import InputError
+from costmodel.base.errors import InputError, Say
 from costmodel.base.input_files import digest
 from costmodel.collectives.calibration import DIRECTORY as MEASURED
-from lab.data.data_folder import FETCH
+from costmodel.collectives.physics import FILE as CONSTANTS
+from costmodel.gpu.families.family import SHARES
+from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING, TRANSFER
+from lab.data.aiconfigurator import attention_files, cast_files, expert_files, gemm_files, linear_files, serving_files
+from lab.data.collective_sweeps import sweep_files
+from lab.data.data_folder import FETCH, Wanted, everything
+from lab.data.profiled_kernels import latency_files, layer_files
+from lab.data.timm_steps import timm_files
 
 _SHOWN = 3
-Wanted = Callable[[Path], bool]
-
-
-def everything(path: Path) -> bool:
-    """Selection of every file."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,36 @@ def _first(files: Sequence[str]) -> str:
 
 def _others(files: Sequence[str]) -> str:
     return f", and {len(files) - 1} more" if len(files) > 1 else ""
+
+
+PARTS = ("kernels", "scans", "serving", "collectives", "vision")
+
+
+def selection_of(part: str, data: Path) -> Selection:
+    """Files of ``data`` that the shipped models of ``part`` name, and new, missing or different ones."""
+    if part == "kernels":
+        files = [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)]
+        files += [*expert_files(data), *cast_files(data)]
+        return select(data, files, DIRECTORY / f"{TRANSFER}.json")
+    if part == "scans":
+        return select(data, linear_files(data), DIRECTORY / SCANS / f"{TRANSFER}.json")
+    if part == "serving":
+        return select(data, serving_files(data), DIRECTORY / SERVING / f"{TRANSFER}.json")
+    if part == "vision":
+        return select(data, timm_files(data), SHARES)
+    return select(data, sweep_files(data), CONSTANTS)
+
+
+def wanted_files(part: str, data: Path, progress: Say, all_files: bool = False, *, whole: bool = False) -> Wanted:
+    """Choose the files that the shipped models of ``part`` name, or ``all_files``; ``progress`` receives the others."""
+    if all_files:
+        return everything
+    chosen = selection_of(part, data)
+    if whole and chosen.anything:
+        chosen.require()
+    for line in chosen.remarks():
+        progress(line)
+    return chosen.wants
 
 
 _SEED = "2026-11-23"

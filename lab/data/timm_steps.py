@@ -7,16 +7,18 @@ Training is SGD with momentum on cross entropy, without a loss scaler. Files are
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from lab.data.data_folder import AGAIN
+from costmodel.gpu.families.family import SHARES
+from lab.data.data_folder import AGAIN, csv_rows, reading
 
 FOLDER = Path("timm")
+# Counts of the kernels of the steps that factors are fitted on (:mod:`lab.steps.image_steps`).
+INVENTORY = SHARES.parent / "steps.json.gz"
 _NAME = re.compile(
     r"benchmark-(?P<mode>infer|train)-amp-(?P<layout>nchw|nhwc)-pt(?P<version>\d+)-cu\d+-(?P<card>[a-z0-9]+)"
     r"(?P<compiled>-dynamo)?$"
@@ -73,25 +75,20 @@ def read_timm(path: Path) -> Iterator[TimmStep]:
         raise InputError(f"{path}: not named as timm's results are; {AGAIN}")
     mode = matched["mode"]
     seen: set[tuple[str, int]] = set()
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                step = TimmStep(
-                    model=row["model"],
-                    machine=_CARDS[matched["card"]],
-                    training=mode == "train",
-                    channels_last=matched["layout"] == "nhwc",
-                    compiled=matched["compiled"] is not None,
-                    version=int(matched["version"]),
-                    batch=int(float(row[f"{mode}_batch_size"])),
-                    side=int(float(row[f"{mode}_img_size"])),
-                    seconds=float(row[f"{mode}_step_time"]) / 1e3,
-                    parameters=float(row.get("param_count") or 0.0) * 1e6,
-                )
-                if (step.architecture, step.side) not in seen:
-                    seen.add((step.architecture, step.side))
-                    yield step
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: not results of timm ({error!r}); {AGAIN}") from None
+    for row in csv_rows(path, "results of timm"):
+        with reading(path, "results of timm"):
+            step = TimmStep(
+                model=row["model"],
+                machine=_CARDS[matched["card"]],
+                training=mode == "train",
+                channels_last=matched["layout"] == "nhwc",
+                compiled=matched["compiled"] is not None,
+                version=int(matched["version"]),
+                batch=int(float(row[f"{mode}_batch_size"])),
+                side=int(float(row[f"{mode}_img_size"])),
+                seconds=float(row[f"{mode}_step_time"]) / 1e3,
+                parameters=float(row.get("param_count") or 0.0) * 1e6,
+            )
+        if (step.architecture, step.side) not in seen:
+            seen.add((step.architecture, step.side))
+            yield step

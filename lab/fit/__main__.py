@@ -1,4 +1,6 @@
-"""Command line ``python -m lab.fit``: fits the shipped models to the public tables."""
+"""Command line ``python -m lab.fit``: fits to public tables, part by part: GPU kernels, linear attention and serving
+engines separately, collectives, and factors from whole steps of image models.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,54 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from costmodel.base.errors import InputError, Say
 from costmodel.base.output_files import check_writable
+from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
+from costmodel.gpu.families.family import SHARES
+from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING
 from lab.command_line import chosen, program, run
-from lab.data.data_folder import data_folder
-from lab.fit.public_tables import PARTS, fit_public
+from lab.data.data_folder import FETCH, Wanted, data_folder
+from lab.data.selection import PARTS, wanted_files
+from lab.fit.collectives import fit_collectives
+from lab.fit.image_steps import fit_steps
+from lab.fit.kernels import fit, fit_scans, fit_serving
+
+
+def fit_public(
+    data: Path, output: Path | None, parts: Sequence[str], progress: Say, all_files: bool = False
+) -> list[Path]:
+    """Write the models of ``parts`` to ``output`` (collectives to a subfolder; default: the shipped files); returns the
+    files.
+
+    Uses exactly the files that the shipped models name, or ``all_files`` in ``data``; ``progress`` receives the new
+    ones. :class:`InputError` if a named one is missing or different, or none exists. With ``all_files``, collectives
+    are skipped if there are no sweeps.
+    """
+    files: list[Path] = []
+
+    def wanted(part: str) -> Wanted:
+        return wanted_files(part, data, progress, all_files, whole=True)
+
+    if "kernels" in parts:
+        files += fit(data, output or DIRECTORY, progress, wanted("kernels"))
+    if "scans" in parts:
+        folder = (output or DIRECTORY) / SCANS
+        files += fit_scans(data, folder, progress, wanted("scans"))
+    if "serving" in parts:
+        folder = (output or DIRECTORY) / SERVING
+        files += fit_serving(data, folder, progress, wanted("serving"))
+    if "collectives" in parts:
+        folder = output / "collectives" if output else CALIBRATIONS
+        files += fit_collectives(data, folder, progress, wanted("collectives"))
+    if "vision" in parts:
+        # After the kernels: operators with tables of their own are priced by them.
+        output_file = output / "vision" / SHARES.name if output else SHARES
+        files += fit_steps(data, output_file, progress, wanted("vision"))
+    if not files:
+        raise InputError(
+            f"{data}: no measurements of what is asked; give the folder of the data with --data, or {FETCH} brings them"
+        )
+    return files
 
 
 def fit_command(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 from scipy.optimize import least_squares
 
 from costmodel.base.output_files import StagedFiles
@@ -24,7 +25,6 @@ from costmodel.collectives.calibration import (
     NAME,
     CollectiveSweep,
     forget_calibrations,
-    version_key,
     write_calibration,
 )
 from costmodel.collectives.own_cluster import (
@@ -34,10 +34,11 @@ from costmodel.collectives.own_cluster import (
 )
 from costmodel.collectives.physics import Constants, Protocol, analyse, constants, write_constants
 from costmodel.collectives.sweep_logs import CollectiveRow
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, nccl_version
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import CollectiveTable, read_collectives
-from lab.data.selection import Wanted, everything, named_tables
+from lab.data.data_folder import Wanted, everything
+from lab.data.selection import named_tables
 
 LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), microsoft/vidur (MIT)"
 _COMMAND = "python -m lab.fit"
@@ -121,10 +122,10 @@ def constants_of(machines: Sequence[MeasuredRow]) -> Constants:
 
 def _newest(sweeps: Sequence[CollectiveSweep]) -> list[CollectiveSweep]:
     known = [each for each in sweeps if each.nccl]
-    newest: dict[str, tuple[int, ...]] = {}
+    newest: dict[str, Version] = {}
     for each in known:
-        newest[each.kind] = max(newest.get(each.kind, ()), version_key(each.nccl))
-    return [each for each in known if version_key(each.nccl) == newest[each.kind]]
+        newest[each.kind] = max(newest.get(each.kind, Version("0")), nccl_version(each.nccl))
+    return [each for each in known if nccl_version(each.nccl) == newest[each.kind]]
 
 
 # Start of the search. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6, 1.9,
@@ -181,7 +182,7 @@ def fit_constants(systems: Sequence[tuple[Cluster, Sequence[CollectiveSweep]]]) 
 
 
 def _points(cluster: Cluster, sweep: CollectiveSweep) -> _Points:
-    sizes, seconds = np.log(sweep.knots.sizes), np.log(sweep.knots.seconds)
+    sizes, seconds = np.log(sweep.sizes), np.log(sweep.seconds)
     wanted = np.linspace(sizes[0], sizes[-1], _POINTS)
     transfers = tuple(CollectiveTransfer(_kind(sweep), math.exp(size), sweep.ranks) for size in wanted)
     return _Points(cluster, transfers, np.interp(wanted, sizes, seconds))

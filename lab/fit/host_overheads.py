@@ -1,7 +1,9 @@
-"""Fit of the shared tables of host overheads to the public profiles: ``python -m lab.fit.host_overheads DATA OUT``.
+"""Fit of the shared tables of host overheads to the public profiles: ``python -m lab.fit.host_overheads``.
 
-``DATA`` holds ``traces/`` as described in the data folder's README; ``OUT`` is
-``costmodel/calibration/host_overheads``, which also holds the inflation model used by the tables.
+With ``-o FOLDER`` it writes the tables (``costmodel/calibration/host_overheads``, which also holds the inflation model
+that they use). Without, it shows what the choice of the table for an unknown host rests on: for every recorded workload
+tables are fitted to the others, and the host of its iteration is priced with them; kernels keep their measured times.
+Profiled runs are compared with profiled runs, so that the profiler's overhead is on both sides.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ import csv
 import gzip
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.errors import InputError
+from costmodel.cost_model import CostModel, Estimate
 from e2e.price.host_overheads import (
+    INFLATION,
     KINDS,
     Mean,
     OverheadPart,
@@ -25,13 +31,20 @@ from e2e.price.host_overheads import (
     complete_table,
     fit_table,
     load_inflation,
+    load_overheads,
+    merge,
     save_table,
 )
 from e2e.price.overhead_samples import OverheadSamples, extract
+from e2e.price.pricing import price
+from e2e.simulate.simulator import simulate_iterations
+from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.step.operator_trace import is_multi_tensor
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
-from lab.data.data_folder import FETCH
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import read_kineto
+from e2e.traces.recorded_graph import recorded_graph
+from lab.command_line import program, run
+from lab.data.data_folder import FETCH, data_folder
 
 # Name of the table of all public profiles, for an unknown host.
 SHARED_NAME = "shared"
@@ -42,7 +55,7 @@ INFLATION_FILE = "profiler_inflation.json"
 # Excluded from the shared table, which stands for an unknown host. The A100's host takes seven times as long per
 # ResNet-50 operator as the V100's (220 ms a step against 31 ms), which no GPU explains; it was recorded with stacks or
 # on a debugging build. The host of the RTX 2080 Ti takes three times as long as both V100 servers' and twice as long as
-# NeuSight's; without it each left-out server is predicted better (`python -m lab.bench.host_overheads`).
+# NeuSight's; without it each left-out server is predicted better (`python -m lab.fit.host_overheads`).
 NOT_SHARED = frozenset({"a100-resnet50-ddp", "rtx-2080-ti-linear"})
 # Inference of three models on one H100, recorded with stacks: these lengthen Python's time between operators (T1), not
 # the time inside them, so that T1 stays the shared one at the level of the rest.
@@ -156,21 +169,147 @@ def _extract(data: Path, file: str) -> OverheadSamples:
     return replace(extract(read_kineto(data / file)), source=file)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command line; exit status 2 and one line for a user error."""
-    if len(arguments) != 2:
-        print("usage: python -m lab.fit.host_overheads DATA OUT", file=sys.stderr)
-        return 2
-    try:
-        tables = fit_shared_tables(Path(arguments[0]), Path(arguments[1]))
-    except ProjectError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for table in tables:
+# --- choice of the table for an unknown host -----------------------------------------------------------
+RANKS = 2  # of the eight similar ranks of DLRM
+ITERATIONS = 4
+# Steps in steady state, host-bound or not; `None`: the middle one.
+WORKLOADS = {
+    "rtx-2080-ti-linear": None,
+    "v100-resnet50": 3,
+    "v100-torchrec-dlrm": None,
+    "a100-resnet50-ddp": None,
+}
+
+
+class _NoModel(CostModel):
+    """Cost model that prices nothing: kernels keep their recorded times."""
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        assert not operators
+        return []
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Recorded step: seconds of its host, and of an iteration in steady state."""
+
+    graph: ExecutionGraph
+    host_seconds: float
+    period_seconds: float
+
+
+def compare_tables(data: Path) -> None:
+    """Print host time and step time of every workload by every table fitted without it."""
+    files = {name: [data / file for file in _files(data, STACKS[name])[:RANKS]] for name in WORKLOADS}
+    tables = {name: fit_table(name, [extract(read_kineto(path)) for path in paths]) for name, paths in files.items()}
+    errors: dict[str, list[float]] = {}
+    print(f"{'workload':22} {'table':28} {'host ms':>9} {'predicted':>9} {'error':>8} {'step error':>10}")
+    for name, paths in files.items():
+        step = _recorded(paths[0], WORKLOADS[name])
+        for title, table in _candidates({key: table for key, table in tables.items() if key != name}).items():
+            host, period = _priced(step, table)
+            ratio = host / step.host_seconds
+            errors.setdefault(title, []).append(abs(math.log(ratio)))
+            print(
+                f"{name:22} {title:28} {step.host_seconds * 1e3:9.2f} {host * 1e3:9.2f} {ratio - 1:+8.0%} "
+                f"{period / step.period_seconds - 1:+10.0%}"
+            )
+    print("mean factor by which host time is wrong, over all workloads and without the A100's slow host:")
+    for title, found in errors.items():
+        print(f"  {title:28} {len(found)} {math.exp(sum(found) / len(found)):.2f}", end="")
+        print(f"   {math.exp(sum(found[:3]) / len(found[:3])):.2f}" if len(found) > 3 else "")
+    _floors(data, tables)
+
+
+def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
+    """Print NeuSight's floors: it timed single calls by events, and small ones take the host's time, on four other
+    hosts.
+    """
+    print("host's time for one aten::add, us, without the profiler: by each table, and the floor of NeuSight's hosts")
+    shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, H100_NAME)}
+    inflation = load_inflation(INFLATION)
+    for name, table in {**tables, **shipped}.items():
+        print(f"  {name:28} {small_operator_seconds(replace(table, inflation=inflation)) * 1e6:5.1f}")
+    for name, seconds in neusight_floors(data).items():
+        print(f"  {name:28} {seconds * 1e6:5.1f}")
+    shared = shipped[SHARED_NAME]
+    print(f"80 % of these hosts lie within a factor of {shared.factor:g} of the shared table")
+    for name, table in tables.items():
+        print(f"  inside operators that both have seen, {name} over {H100_NAME}: {level_of(table, shipped[H100_NAME])}")
+
+
+def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]:
+    """Candidate tables: each other one alone; all pooled with equal weight per sample, and per workload; the same
+    without the A100.
+    """
+    found = dict(others)
+    usual = {name: table for name, table in others.items() if name != "a100-resnet50-ddp"}
+    found["pooled by sample"] = merge("pooled", list(usual.values()))
+    found["pooled by workload"] = merge("balanced", [_balanced(table) for table in usual.values()])
+    servers = [table for name, table in usual.items() if name not in NOT_SHARED]
+    found["pooled servers (shared)"] = merge("servers", servers)
+    return found
+
+
+def _balanced(table: OverheadTable) -> OverheadTable:
+    """``table`` with the same means and 10,000 samples of each kind in all."""
+    means = {}
+    for kind in KINDS:
+        total = sum(mean.count for mean in table.means[kind].values())
+        means[kind] = {
+            name: Mean(mean.seconds, max(round(mean.count * 10_000 / total), 1), mean.operators, mean.calls)
+            for name, mean in table.means[kind].items()
+        }
+    return replace(table, means=means)
+
+
+def _recorded(path: Path, step: int | None) -> Recorded:
+    found = recorded_graph(read_kineto(path), step=step)
+    rank = found.graph.ranks[0]
+    return Recorded(found.graph, _host(rank), simulate_iterations(found.graph, ITERATIONS).period_seconds)
+
+
+def _host(rank: RankGraph) -> float:
+    return math.fsum(
+        action.duration.seconds
+        for action in rank.actions()
+        if isinstance(action, HostWork | Launch) and action.duration
+    )
+
+
+def _priced(step: Recorded, table: OverheadTable) -> tuple[float, float]:
+    rank = step.graph.ranks[0]
+    threads = {
+        name: tuple(_without_price(action, rank) for action in actions) for name, actions in rank.threads.items()
+    }
+    bare = replace(step.graph, ranks=(replace(rank, threads=threads),))
+    priced = price(bare, _NoModel(), table)
+    return _host(priced.ranks[0]), simulate_iterations(priced, ITERATIONS).period_seconds
+
+
+def _without_price(action: Action, rank: RankGraph) -> Action:
+    """``action``, without its time if tables price it: launches, and pieces of known operators (the rest of a step is
+    the script's own).
+    """
+    if isinstance(action, Launch) or (
+        isinstance(action, HostWork) and action.kind != "host" and action.call in rank.calls
+    ):
+        return replace(action, duration=None)
+    return action
+
+
+def overheads_command(
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements, which holds traces/.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of the tables to write.")] = None,
+) -> None:
+    """Write the tables of host overheads, or compare candidates for that of an unknown host."""
+    if output is None:
+        compare_tables(data_folder(data))
+        return
+    for table in fit_shared_tables(data_folder(data), output):
         means = ", ".join(f"{kind} {mean.seconds * 1e6:.1f}" for kind, mean in table.defaults.items())
         print(f"{table.name}: {len(table.sources)} profiles; mean us {means}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(program(overheads_command), "lab.fit.host_overheads"))

@@ -45,10 +45,9 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import ConvolutionBackward, Elementwise, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
-from lab.data.selection import Wanted, everything, named_tables
-from lab.data.timm_steps import TimmStep, read_timm, timm_files
-
-INVENTORY = SHARES.parent / "steps.json.gz"
+from lab.data.data_folder import Wanted, everything
+from lab.data.selection import named_tables
+from lab.data.timm_steps import INVENTORY, TimmStep, read_timm, timm_files
 
 OTHER = "other "  # prefix of kinds whose factors are discarded
 # Standard deviations of log factors: shared by all windows, widths and layouts of a kind, forward and data gradient

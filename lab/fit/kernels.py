@@ -52,12 +52,18 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
-from lab.data.attention_tables import read_attention, read_linear, read_serving
+from lab.data.aiconfigurator import (
+    read_aiconfigurator,
+    read_attention,
+    read_expert_layers,
+    read_linear,
+    read_scaled,
+    read_serving,
+)
+from lab.data.data_folder import Wanted, everything
 from lab.data.kernel_table import KernelTable, counted_only, read_measured, sample
-from lab.data.layer_kernels import read_layer_kernels
-from lab.data.neusight import read_neusight
-from lab.data.product_tables import read_aiconfigurator, read_expert_layers, read_scaled
-from lab.data.selection import Wanted, everything, named_tables
+from lab.data.profiled_kernels import read_layer_kernels, read_neusight
+from lab.data.selection import named_tables
 from lab.fit.transfer import KernelRows, disturbed, transfer_of, twins_of, with_grades
 from lab.fit.trees import effort_for, middle_of, train
 

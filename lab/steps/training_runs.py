@@ -7,23 +7,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from costmodel.base.errors import ProjectError
-from costmodel.base.output_files import write_whole
+from costmodel.base.output_files import user_folder, write_whole
 from costmodel.base.process import usable_cores
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
 from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
-from lab.steps.training_requests import AskedStep
+from lab.command_line import show_progress
+from lab.steps.training import BF16, AskedStep, TrainingRow, asked_step
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
-from typing import NamedTuple
-
-from costmodel.base.output_files import user_folder
-from lab.steps.training_requests import BF16, asked_step
-from lab.steps.training_rows import TrainingRow
 
 # Kinds of the critical path that run on multiprocessors.
 KERNEL_KINDS = ("compute", "memory", "kernel")
@@ -98,6 +94,7 @@ def predict_steps(
     missing = {place: (step, kept, banded) for place, step in enumerate(steps) if place not in found}
     for place, answer in each_in_processes(predict_step, missing, workers or usable_cores()):
         found[place] = answer
+        show_progress(len(found), len(steps), steps[place].row.name)
     for place in range(len(steps)):
         yield found.get(place, PredictedStep(failure="its process died, most likely for lack of memory"))
 
@@ -260,4 +257,4 @@ def answers_folder() -> Path:
     """Cache folder, ``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``; results are keyed by a digest of
     this program.
     """
-    return user_folder("XDG_CACHE_HOME", ".cache") / "validate"
+    return user_folder("cache") / "validate"

@@ -16,9 +16,6 @@ What a left-out GPU keeps is its datasheet and the tile shapes that libraries ha
 Attention and linear attention besides, beyond their training rows:
 
 ``lengths from 16k left out``   trees trained only on a GPU's shorter queries and keys, tested on longer
-``head counts left out``        trees trained only on powers of two, tested on 3, 5, 6, 10, 12 ... heads
-``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
-                                engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
                                 lengths are equal
@@ -69,72 +66,15 @@ from costmodel.gpu.kernel_model import KernelModel
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
-from lab.data.attention_tables import read_attention
+from lab.data.aiconfigurator import read_attention
 from lab.data.collective_sweeps import read_collectives
+from lab.data.data_folder import Wanted, everything
 from lab.data.kernel_table import KernelTable
-from lab.data.selection import Wanted, everything
 from lab.fit.collectives import by_machine, constants_of, rows_of
 from lab.fit.kernels import read_engines, read_points, read_scans, read_tables, rows_by_family, told_apart
 from lab.fit.transfer import KernelRows, left_out_machine, transfer_of, with_grades
 from lab.fit.trees import train
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Error statistics, as fractions, not percent. ``geomean`` is dominated by single small errors: only report it
-    beside the others.
-
-    mape: mean absolute relative error; median, p90, worst: of the absolute relative errors; bias: mean signed error.
-    geomean: geometric mean of the absolute errors, each at least 1e-4. interval: share of the measured times inside
-    their estimate's [lower, upper]. coverage: share of the predicted time by source of the estimate.
-    """
-
-    count: int
-    mape: float
-    median: float
-    p90: float
-    worst: float
-    bias: float
-    geomean: float
-    interval: float
-    coverage: dict[str, float]
-
-
-def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> np.ndarray:
-    """Signed relative errors, shape (count,); ``ValueError`` if lengths differ, are zero or a time is not above 0."""
-    prediction, truth = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
-    if prediction.shape != truth.shape or prediction.size == 0:
-        raise ValueError(f"need as many predictions as measurements, got {prediction.size} and {truth.size}")
-    if not (truth > 0).all():
-        raise ValueError("measured times must be above zero")
-    return np.asarray((prediction - truth) / truth)
-
-
-def accuracy(estimates: Sequence[Estimate], measured: Sequence[float]) -> Accuracy:
-    """Compare estimates with the times measured for the same operators, in seconds."""
-    signed = relative_errors([estimate.seconds for estimate in estimates], measured)
-    errors = np.abs(signed)
-    inside = [each.lower <= time <= each.upper for each, time in zip(estimates, measured, strict=True)]
-    return Accuracy(
-        count=len(errors),
-        mape=float(errors.mean()),
-        median=float(np.median(errors)),
-        p90=float(np.quantile(errors, 0.9)),
-        worst=float(errors.max()),
-        bias=float(signed.mean()),
-        geomean=float(np.exp(np.log(np.maximum(errors, 1e-4)).mean())),
-        interval=float(np.mean(inside)),
-        coverage=coverage(estimates),
-    )
-
-
-def coverage(estimates: Sequence[Estimate]) -> dict[str, float]:
-    """Share of the total predicted time by source."""
-    total = sum(estimate.seconds for estimate in estimates)
-    shares: dict[str, float] = {}
-    for estimate in estimates:
-        shares[estimate.source] = shares.get(estimate.source, 0.0) + (estimate.seconds / total if total else 0.0)
-    return shares
+from lab.validate.errors import Accuracy, accuracy, error_table, section_console
 
 
 @dataclass(frozen=True)
@@ -162,6 +102,22 @@ def result_record(result: KernelErrors) -> dict[str, Any]:
     """JSON-able content, errors as fractions."""
     content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
     return {"split": result.split, "family": result.family, "machine": result.machine, **content}
+
+
+@dataclass(frozen=True)
+class KernelSection:
+    """Errors of the models of kernels, or of collectives."""
+
+    results: Sequence[KernelErrors]
+
+    def record(self) -> dict[str, Any]:
+        """JSON document of the section."""
+        return {"results": [result_record(each) for each in self.results]}
+
+    def render(self) -> None:
+        """Print a line of errors for each split, family and machine."""
+        rows = [((each.split, each.family, each.machine), each.accuracy) for each in self.results]
+        section_console(1000).print(error_table(("split", "family", "machine"), rows))
 
 
 def results_of(predicted: Sequence[Predicted]) -> list[KernelErrors]:
@@ -255,8 +211,7 @@ def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence
     ]
 
 
-LONG, HEADS = "lengths from 16k left out", "head counts left out"
-ONE_COUNT = "one head count left out"
+LONG = "lengths from 16k left out"
 PUBLISHED = "published, longest left out"
 LONG_TOKENS, _LONG_PUBLISHED = 16384, 8192
 _LEAST_ROWS, _LEAST_POINTS = 60, 8
@@ -264,28 +219,20 @@ _LEAST_ROWS, _LEAST_POINTS = 60, 8
 
 def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelErrors]:
     """All results; empty if ``data`` has no tables of attention."""
-    rows = rows_by_family(read_attention(data, wanted))
-    predicted: list[Predicted] = []
-    for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
-        predicted += [
-            found for each in rows if (found := without_rows(each, name, _marked(each, is_left_out))) is not None
-        ]
-    predicted += _published()
-    return results_of(predicted)
+    return results_of([*_without_long(rows_by_family(read_attention(data, wanted))), *_published()])
 
 
 def validate_serving(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """All results for kernels only in serving engines; each number of heads is left out in turn."""
+    """All results for kernels only in serving engines; empty if ``data`` has no tables of them."""
     rows = rows_by_family(read_engines(data, wanted))
     if not rows:
         return []
-    predicted = [found for each in rows if (found := without_rows(each, LONG, _marked(each, _is_long))) is not None]
-    for each in rows:
-        heads = [one.heads for one in _attentions(each)]
-        for count in dict.fromkeys(heads):
-            found = without_rows(each, ONE_COUNT, np.array([one == count for one in heads]))
-            predicted += [] if found is None else [found]
-    return [*validate_kernels(data, directory, wanted, read_engines), *results_of(joined(predicted))]
+    return [*validate_kernels(data, directory, wanted, read_engines), *results_of(_without_long(rows))]
+
+
+def _without_long(rows: Sequence[KernelRows]) -> list[Predicted]:
+    found = (without_rows(each, LONG, np.array([_is_long(one) for one in _attentions(each)], bool)) for each in rows)
+    return [each for each in found if each is not None]
 
 
 def _attentions(rows: KernelRows) -> list[Attention]:
@@ -296,32 +243,19 @@ def _is_long(operator: Attention) -> bool:
     return max(operator.query_length, operator.keys_seen) >= LONG_TOKENS
 
 
-def _is_odd(operator: Attention) -> bool:
-    return operator.heads & (operator.heads - 1) != 0
-
-
-def _marked(rows: KernelRows, is_left_out: Callable[[Attention], bool]) -> np.ndarray:
-    return np.array([is_left_out(each) for each in _attentions(rows)], dtype=bool)
-
-
 def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEAST_ROWS) -> Predicted | None:
     """Predict the rows marked by ``out`` with trees trained on the others; ``None`` if fewer than ``least`` are marked,
     or few are left.
     """
     if out.sum() < least or (~out).sum() < _LEAST_ROWS:
         return None
-    seen, asked = _only(rows, ~out), _only(rows, out)
+    seen, asked = rows.only(~out), rows.only(out)
     analysis = rows.family.analyse(seen.operators, rows.machine)
     held = seen.splits != "fit"
     residual = train(analysis.features, np.log(seen.seconds / analysis.seconds), held)
     residuals = {rows.family.name: (rows.machine.name, residual)}
     model = KernelModel(rows.machine, lambda operator: rows.family, residuals, transfer_of([seen]))
     return Predicted(name, rows.family.name, rows.machine.name, model.estimate(asked.operators), asked.seconds)
-
-
-def _only(rows: KernelRows, mask: np.ndarray) -> KernelRows:
-    kept = tuple(each for each, keep in zip(rows.operators, mask, strict=True) if keep)
-    return KernelRows(rows.family, rows.machine, kept, rows.seconds[mask], rows.splits[mask])
 
 
 def _published() -> list[Predicted]:
@@ -337,7 +271,7 @@ def _refitted(rows: KernelRows) -> Predicted | None:
     out = lengths >= _LONG_PUBLISHED if lengths.max() > lengths.min() else np.arange(len(lengths)) % 3 == 2
     if (~out).sum() < _LEAST_POINTS or not isinstance(rows.family, FusedAttention):
         return None
-    seen, asked = _only(rows, ~out), _only(rows, out)
+    seen, asked = rows.only(~out), rows.only(out)
     family = rows.family.with_pace(fit_pace([seen]))
     level = transfer_of([KernelRows(family, seen.machine, seen.operators, seen.seconds, seen.splits)])
     model = KernelModel(rows.machine, lambda operator: family, {}, level)

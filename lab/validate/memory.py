@@ -1,7 +1,7 @@
 """The section ``memory`` of ``python -m lab.validate``: predictions of published peaks of GPU memory, and
 whether steps that ran are predicted to fit and batches that failed are not.
 
-* Steps of language models (:mod:`lab.steps.training_rows`): each ran, some tell their peak.
+* Steps of language models (:mod:`lab.steps.training`): each ran, some tell their peak.
 * Megatron-LM's own functional tests on 8 A100 (``megatron_golden/a100.csv.gz``): the most that was in use on the last
   rank, which writes the log. Settings are those of the case's ``model_config.yaml``: attention written out
   (``--attention-backend unfused``), dropout, FP32 gradients, words of GPT-2 padded to a multiple of 128 for each rank
@@ -14,37 +14,36 @@ whether steps that ran are predicted to fit and batches that failed are not.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.process import usable_cores
 from e2e.parallelism.spec import ParallelSpec
 from e2e.step.memory_room import Verdict, memory_room, verdict
-from lab.data.data_folder import AGAIN
+from lab.command_line import show_progress
+from lab.data.data_folder import csv_rows
 from lab.data.selection import is_sealed
 from lab.data.timm_steps import TimmStep, timm_files
-from lab.steps.training_requests import AskedStep, asked_step
-from lab.steps.training_rows import (
+from lab.steps.training import (
     KINDS_FILE,
     TRAINING_FILE,
+    AskedStep,
     TrainingRow,
+    asked_step,
     read_held_out_rows,
     read_kinds_rows,
     read_training_rows,
 )
-from lab.steps.training_runs import prepared
+from lab.steps.training_runs import answers_folder, prepared
+from lab.validate.errors import print_left_out, section_console
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
@@ -134,8 +133,7 @@ class MemorySection:
 
     def render(self) -> None:
         """Print published peaks, wrong verdicts, and the figures of each source."""
-        wide = None if sys.stdout.isatty() else 160
-        console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
+        console = section_console(160)
         table = Table("step", "published GiB", "predicted GiB", "error", "room GiB", "", box=None)
         for case in self.cases:
             asked, found = case.asked, case.found
@@ -159,11 +157,7 @@ class MemorySection:
             "development error: rows were looked at while memory was modelled; sealed rows are not among them",
             soft_wrap=True,
         )
-        reasons: dict[str, int] = {}
-        for reason in self.left_out.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
-        for reason, count in reasons.items():
-            console.print(f"left out: {count} rows: {reason}", soft_wrap=True)
+        print_left_out(console, self.left_out)
 
 
 def _figures(name: str, cases: Sequence[MemoryCase]) -> dict[str, Any]:
@@ -187,14 +181,16 @@ def _figures(name: str, cases: Sequence[MemoryCase]) -> dict[str, Any]:
 def memory_section(data: Path, only: str = "") -> MemorySection | None:
     """Section of every step whose name contains ``only``; ``None`` if there is none."""
     from e2e.sweeps.workers import each_in_processes
-    from lab.steps.training_runs import answers_folder
 
     asked, left_out = asked_memory(data)
     asked = [each for each in asked if only in each.name]
     if not asked:
         return None
     tasks = {place: (each, answers_folder()) for place, each in enumerate(asked)}
-    answers = dict(each_in_processes(_found, tasks, usable_cores()))
+    answers: dict[int, FoundMemory] = {}
+    for place, answer in each_in_processes(_found, tasks, usable_cores()):
+        answers[place] = answer
+        show_progress(len(answers), len(tasks), asked[place].name)
     died = FoundMemory(failure="its process died, most likely for lack of memory")
     cases = []
     for place, each in enumerate(asked):
@@ -257,7 +253,7 @@ def golden_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
     """Unsealed cases of Megatron-LM's GPT tests, each once, and the reasons for skipped ones."""
     found: dict[str, AskedMemory] = {}
     left_out: dict[str, str] = {}
-    for cells in _rows(data / GOLDEN_FILE):
+    for cells in _published(data / GOLDEN_FILE):
         case = cells["case"]
         name = f"dgx-a100/megatron-golden/{case}"
         if is_sealed(GOLDEN_FILE, cells) or not cells["mem_max_bytes"]:
@@ -318,7 +314,7 @@ def torchtune_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
     found: list[AskedMemory] = []
     left_out: dict[str, str] = {}
     rows = [_TUNE.format(name) for name in _FROM_THERE]
-    for cells in _rows(data / SCRIPTS_FILE):
+    for cells in _published(data / SCRIPTS_FILE):
         name = f"{cells['gpu']}/{cells['repo']}/{cells['config']}"
         if is_sealed(SCRIPTS_FILE, cells) or not cells["peak_mem"]:
             continue
@@ -340,7 +336,7 @@ def torchtune_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
 # --- timm --------------------------------------------------------------------------------------------
 def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
     """Steps of median time of every family and file, as they ran, and with the batch tried before."""
-    from lab.steps.image_steps import all_steps, spread
+    from lab.steps.image_steps import all_steps, middle_steps
 
     if not timm_files(data):
         return [], {}
@@ -353,7 +349,7 @@ def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
         place = step.machine, step.group, step.version
         first[place] = max(first.get(place, 0), step.batch)
     found = []
-    for step in spread([step for step in steps if not step.compiled])[::4]:
+    for step in middle_steps([step for step in steps if not step.compiled])[::4]:
         most = first[step.machine, step.group, step.version]
         found.append(AskedMemory(step.name, "timm", step))
         if step.batch < most:
@@ -384,13 +380,6 @@ def _timm_step(step: TimmStep) -> PreparedStep:
     return timm_request(step).prepare()
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a table; empty if it is absent, ``InputError`` if malformed."""
-    if not path.exists():
-        return
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
-            yield from csv.DictReader(file)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: not a table of published runs ({error!r}); {AGAIN}") from None
+def _published(path: Path) -> list[dict[str, str]]:
+    """Rows of a table; empty if it is absent."""
+    return csv_rows(path, "a table of published runs") if path.exists() else []

@@ -1,26 +1,37 @@
-"""Predicted against measured whole models: the public labels of NeuSight (ASPLOS 2025), read in place.
+"""The sections ``models`` and ``vision`` of ``python -m lab.validate``: predictions of measured steps of one GPU.
 
-Cases are named model-mode-sequence-batch; FP32, TF32 off, eager attention, Hugging Face modules; ``train`` there is
-forward + backward. Compiled (``-fusion``) cases are predicted with ``compiled`` and summed up apart.
+**models**: the public labels of NeuSight (ASPLOS 2025), read in place. Cases are named model-mode-sequence-batch; FP32,
+TF32 off, eager attention, Hugging Face modules; ``train`` there is forward + backward. Compiled (``-fusion``) cases are
+predicted with ``compiled`` and summed up apart.
+
+**vision**: timm's results in the data folder and figures published by NVIDIA. All but ResNet-50 need timm to build the
+models (:mod:`e2e.capture.models.image_models`); if it is absent the section reports that and skips them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from costmodel.base.errors import InputError
+from costmodel.base.errors import InputError, ProjectError
 from costmodel.cost_model import Estimate
 from e2e.step.operator_trace import OperatorTrace
-from lab.data.data_folder import AGAIN, BROUGHT
-from lab.validate.cost_models import Accuracy, accuracy
+from lab.command_line import with_progress
+from lab.data.data_folder import BROUGHT, reading
+from lab.data.timm_steps import TimmStep, read_timm, timm_files
+from lab.validate.errors import Accuracy, accuracy, error_table, print_left_out, section_console
+
+if TYPE_CHECKING:
+    from e2e.sources.known_requests import Script
+    from lab.steps.image_steps import PublishedStep
+
+    MeasuredStep = TimmStep | PublishedStep
 
 LABELS = Path("neusight/model_labels")
 CONFIGS = Path("neusight/model_configs")
@@ -111,6 +122,31 @@ class Validation:
         found = {name: summary and asdict(summary) for name, summary in summaries.items()}
         return {"cases": rows, **found, "batches": dict(self.batches), "left_out": dict(self.left_out)}
 
+    def render(self) -> None:
+        """Print all cases and the error figures, by GPU and of all."""
+        console = section_console()
+        table = Table("GPU", "case", "measured ms", "predicted ms", "error", box=None)
+        for each in self.results:
+            measured, predicted = each.case.measured_seconds * 1e3, each.predicted_seconds * 1e3
+            table.add_row(each.case.gpu, each.case.name, f"{measured:.1f}", f"{predicted:.1f}", f"{each.error:+.1%}")
+        console.print(table)
+        eager = [each for each in self.results if not each.case.compiled]
+        groups = {
+            gpu: [each for each in eager if each.case.gpu == gpu] for gpu in dict.fromkeys(e.case.gpu for e in eager)
+        }
+        figures = {gpu: _accuracy(some) for gpu, some in groups.items()}
+        figures |= {"all, eager": self.summary, "all, compiled": self.compiled_summary}
+        rows = [((name,), each) for name, each in figures.items() if each is not None]
+        console.print(error_table(("models",), rows))
+        print_left_out(console, self.left_out)
+        batches = [abs(error) for error in self.batches.values()]
+        if batches:
+            console.print(
+                f"{len(batches)} pairs of batches, one predicted from what the other was measured to take: mean error "
+                f"{sum(batches) / len(batches):.1%}, worst {max(batches):.1%}",
+                soft_wrap=True,
+            )
+
 
 def _accuracy(results: Sequence[CaseResult]) -> Accuracy | None:
     estimates = [
@@ -147,18 +183,16 @@ def cases(data: Path) -> Iterator[LabelledCase]:
 
 def _case(path: Path) -> LabelledCase:
     compiled = path.stem.endswith("-fusion")
-    try:
+    with reading(path, "a measured model"):
         model, mode, length, batch = path.stem.removesuffix("-fusion").rsplit("-", 3)
         seconds = float(json.loads(path.read_text(encoding="utf-8"))["e2e_latency"]) / 1e3
         return LabelledCase(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: not a measured model ({error!r}); {AGAIN}") from None
 
 
-def validate_models(data: Path, only: str = "") -> Validation:
-    """Predict every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
+def models_section(data: Path, only: str = "") -> Validation | None:
+    """Predict every case whose ``gpu/name`` contains ``only``, ``None`` if there is none; each model is captured once
+    per shape.
+    """
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_file import load_machine
     from e2e.explain.predictor import Setting, predict
@@ -169,10 +203,11 @@ def validate_models(data: Path, only: str = "") -> Validation:
     traces: dict[tuple[str, str, int, int], OperatorTrace] = {}
     results: list[CaseResult] = []
     left_out: dict[str, str] = {}
-    for case in cases(data):
+    wanted = [case for case in cases(data) if only in f"{case.gpu}/{case.name}"]
+    if not wanted:
+        return None
+    for case in with_progress(wanted, lambda case: f"{case.gpu}/{case.name}"):
         where = f"{case.gpu}/{case.name}"
-        if only not in where:
-            continue
         key = (case.model, case.mode, case.sequence_length, case.batch_size)
         try:
             if key not in traces:
@@ -189,7 +224,7 @@ def validate_models(data: Path, only: str = "") -> Validation:
             CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)
         )
     if not results:
-        raise InputError(f"{data / LABELS}: no case contains {only!r}; leave --only out to see all")
+        raise InputError(f"{data / LABELS}: no case can be predicted: {next(iter(left_out.values()))}")
     return Validation(results, left_out)
 
 
@@ -207,42 +242,141 @@ def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
     return capture(label_workload(config, case.mode, case.batch_size, case.sequence_length, case.name), options)
 
 
-def _by_gpu(results: Sequence[CaseResult]) -> Table:
-    """Table of the errors of the eager steps of each GPU."""
-    table = Table("GPU", "cases", "MAPE", "median", "p90", "worst", "bias", box=None)
-    eager = [each for each in results if not each.case.compiled]
-    for gpu in dict.fromkeys(each.case.gpu for each in eager):
-        figures = _accuracy([each for each in eager if each.case.gpu == gpu])
-        if figures is not None:
-            errors = (figures.mape, figures.median, figures.p90, figures.worst)
-            table.add_row(gpu, str(figures.count), *(f"{each:.1%}" for each in errors), f"{figures.bias:+.1%}")
-    return table
+# --- image models ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class VisionResult:
+    """Measured step and its prediction. ``held_out``: no factor was fitted on it or on similar ones; ``error``:
+    (predicted - measured) / measured.
+    """
+
+    step: MeasuredStep
+    family: str
+    held_out: bool
+    predicted_seconds: float
+    interval_seconds: tuple[float, float]
+    error: float
+    coverage: Mapping[str, float]
+
+    @property
+    def estimate(self) -> Estimate:
+        """The prediction as one estimate."""
+        return Estimate(self.predicted_seconds, *self.interval_seconds, "step", {}, "fitted")
 
 
-def render_validation(validation: Validation) -> None:
-    """Print the table of all cases and the error figures."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
-    table = Table("GPU", "case", "measured ms", "predicted ms", "error", box=None)
-    for each in validation.results:
-        measured, predicted = each.case.measured_seconds * 1e3, each.predicted_seconds * 1e3
-        table.add_row(each.case.gpu, each.case.name, f"{measured:.1f}", f"{predicted:.1f}", f"{each.error:+.1%}")
-    console.print(table)
-    console.print(_by_gpu(validation.results))
-    for where, reason in validation.left_out.items():
-        console.print(f"left out: {where}: {reason}", soft_wrap=True)
-    batches = [abs(error) for error in validation.batches.values()]
-    if batches:
-        console.print(
-            f"{len(batches)} pairs of batches, one predicted from what the other was measured to take: mean error "
-            f"{sum(batches) / len(batches):.1%}, worst {max(batches):.1%}",
-            soft_wrap=True,
-        )
-    for kind, figures in (("eager", validation.summary), ("compiled", validation.compiled_summary)):
-        if figures is not None:
-            console.print(
-                f"{figures.count} {kind} cases: MAPE {figures.mape:.1%}, median {figures.median:.1%}, "
-                f"p90 {figures.p90:.1%}, worst {figures.worst:.1%}, bias {figures.bias:+.1%}; "
-                f"{figures.interval:.0%} inside their interval; time from "
-                + ", ".join(f"{name} {share:.0%}" for name, share in figures.coverage.items()),
-                soft_wrap=True,
+@dataclass(frozen=True)
+class VisionSection:
+    """All cases; ``left_out``: reason for a missing prediction by name; ``skipped``: reason for skipped cases, or
+    empty.
+    """
+
+    results: Sequence[VisionResult]
+    left_out: Mapping[str, str]
+    skipped: str = ""
+
+    def figures(self) -> list[tuple[str, str, Accuracy]]:
+        """(group, fitted on or held out, errors) by card, mode, layout and PyTorch, then of all."""
+        groups: dict[tuple[str, str], list[VisionResult]] = {}
+        for each in self.results:
+            kind = "held out" if each.held_out else "fitted on"
+            step = each.step
+            source = f"pt{step.version}" if isinstance(step, TimmStep) else "nvidia"
+            groups.setdefault((f"{step.machine} {step.group} {source}", kind), []).append(each)
+            groups.setdefault((f"~all of {'timm' if source != 'nvidia' else 'nvidia'}{_how(step)}", kind), []).append(
+                each
             )
+        return [
+            (name.lstrip("~"), kind, accuracy([e.estimate for e in some], [e.step.seconds for e in some]))
+            for (name, kind), some in sorted(groups.items())
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """JSON document of the section."""
+        rows = [{**asdict(each), "case": each.step.name} for each in self.results]
+        figures = [{"group": name, "kind": kind, **asdict(each)} for name, kind, each in self.figures()]
+        return {"figures": figures, "cases": rows, "left_out": dict(self.left_out), "skipped": self.skipped}
+
+    def render(self) -> None:
+        """Print the error figures, a line for each group of cases, and every case if there are few."""
+        console = section_console()
+        if self.skipped:
+            console.print(f"vision: not all of it: {self.skipped}", soft_wrap=True)
+        if len(self.results) <= _FEW:
+            console.print(self._cases())
+        console.print(error_table(("image models", ""), [((name, kind), each) for name, kind, each in self.figures()]))
+        print_left_out(console, self.left_out)
+
+    def _cases(self) -> Table:
+        table = Table("case", "family", "", "measured ms", "predicted ms", "error", box=None)
+        for each in self.results:
+            measured, predicted = each.step.seconds * 1e3, each.predicted_seconds * 1e3
+            kind = "held out" if each.held_out else "fitted on"
+            times = (f"{measured:.1f}", f"{predicted:.1f}", f"{each.error:+.1%}")
+            table.add_row(each.step.name, each.family, kind, *times)
+        return table
+
+
+_FEW = 60  # largest number of cases listed individually
+
+
+def _how(step: MeasuredStep) -> str:
+    return ", compiled" if step.compiled else ", eager"
+
+
+def vision_section(data: Path, only: str = "") -> VisionSection | None:
+    """Section of the image models; ``None`` if no case contains ``only``; without timm a section that states the
+    requirement.
+    """
+    from e2e.capture.models.catalog import IMAGES
+    from e2e.capture.models.image_models import timm_library
+    from lab.steps.image_steps import PUBLISHED, all_steps, chosen
+
+    published = [step for step in PUBLISHED if only in step.name]
+    try:
+        timm_library()
+    except InputError as reason:
+        named = any(only in step.name for path in timm_files(data) for step in read_timm(path))
+        if not published and not named:
+            return None
+        found = validate_vision([step for step in published if step.model in IMAGES])
+        return VisionSection(found.results, found.left_out, f"{reason}")
+    steps = all_steps(data)
+    cases: list[MeasuredStep] = [*chosen(steps, only), *published]
+    if not cases:
+        return None
+    if not steps:
+        raise InputError(f"{data / 'timm'}: no measured image models there; {BROUGHT}")
+    return validate_vision(cases)
+
+
+def validate_vision(steps: Sequence[MeasuredStep]) -> VisionSection:
+    """Predict ``steps`` one by one by the public interface (``predict`` of a script); one that cannot be captured is
+    skipped with the reason.
+    """
+    from e2e.sources.predict_request import predict_request
+
+    results: list[VisionResult] = []
+    left_out: dict[str, str] = {}
+    for count, step in enumerate(with_progress(steps, lambda step: step.name), 1):
+        family, held_out, request = _vision_request(step)
+        try:
+            found = predict_request(request).prediction
+        except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
+            left_out[step.name] = f"{reason}".partition("\n")[0] or type(reason).__name__
+            continue
+        seconds = found.iteration_seconds
+        error = seconds / step.seconds - 1.0
+        results.append(VisionResult(step, family, held_out, seconds, found.interval_seconds, error, found.coverage))
+        if count % 50 == 0:
+            gc.collect()  # captured models refer to themselves
+    return VisionSection(results, left_out)
+
+
+def _vision_request(step: MeasuredStep) -> tuple[str, bool, Script]:
+    """Family, whether it is held out, and the request."""
+    if isinstance(step, TimmStep):
+        from lab.steps.image_steps import family_of, fitted_on, timm_request
+
+        return family_of(step.model), not fitted_on(step), timm_request(step)
+    from lab.steps.image_steps import published_request
+
+    return "published", True, published_request(step)

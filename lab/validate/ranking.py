@@ -26,11 +26,11 @@ from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
-from fusion.commands.records_command import records_here
 from lab.command_line import program, run
+from lab.records import records_here
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import config_terms, template_for
-from schedules.records.shipped_records import MACHINE_FILE, CpuRecords, KernelRecords
+from schedules.tuning.shipped_records import MACHINE_FILE, CpuRecords, KernelRecords
 
 METHODS = ("random", "analytic", "trees", "both")
 # Fewest configurations of a kernel for which an order is meaningful.

@@ -16,14 +16,12 @@ the same one by one; of the job of two ranks one rank is recorded, and the other
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError
@@ -39,12 +37,14 @@ from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
-from e2e.traces.formats.kineto import KinetoTrace, read_kineto
-from e2e.traces.formats.last_step import read_last_step
+from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, expand_files, ranks_of_job, read_recorded_run
+from e2e.traces.step_window import read_last_step
+from lab.command_line import with_progress
 from lab.data.data_folder import BROUGHT
 from lab.fit.host_overheads import NOT_SHARED, STACKS
+from lab.validate.errors import section_console
 
 # The public job of several ranks: profiles, execution traces.
 DLRM_PROFILES = Path("traces/dlrm_8xV100/dlrm_kineto.tar.gz")
@@ -100,6 +100,42 @@ class Replay:
     def record(self) -> dict[str, Any]:
         """JSON document of the replay."""
         return {**asdict(self), "worst_rank": self.worst_rank, "worst_collective": self.worst_collective}
+
+    def render(self) -> None:
+        """Print every rank and every collective, recorded and simulated."""
+        console = section_console()
+        console.print(f"replayed with measured kernel, transfer and host times: {self.source}", soft_wrap=True)
+        table = Table("rank", "operators linked", "recorded ms", "simulated ms", "error", box=None)
+        for rank in self.ranks:
+            linked = "" if rank.linked is None else f"{rank.linked[0]} of {rank.linked[1]}"
+            recorded, simulated = rank.recorded_seconds * 1e3, rank.simulated_seconds * 1e3
+            table.add_row(str(rank.rank), linked, f"{recorded:.3f}", f"{simulated:.3f}", f"{rank.error:+.2%}")
+        console.print(table)
+        table = Table(
+            "collective",
+            "sequence",
+            "ranks",
+            "bytes",
+            "transfer us",
+            "longest wait us",
+            "largest error of its end",
+            box=None,
+        )
+        for each in self.collectives:
+            table.add_row(
+                each.kind,
+                str(each.sequence),
+                str(each.ranks),
+                f"{each.size_bytes:,}",
+                f"{each.transfer_seconds * 1e6:.0f}",
+                f"{each.longest_wait_seconds * 1e6:.0f}",
+                f"{each.end_error:.2%} of the step",
+            )
+        console.print(table)
+        console.print(
+            f"{len(self.ranks)} ranks: largest error of a step {self.worst_rank:.2%}, of a collective's end "
+            f"{self.worst_collective:.2%} of the step; whole job {self.step_error:+.2%}"
+        )
 
 
 def replay_public(data: Path) -> Replay:
@@ -234,17 +270,51 @@ class PredictedJobs:
             }
             for job in jobs
         }
-        return {"ranks": rows, "mean_errors": summary}
+        return {"ranks": rows, "mean_errors": summary, "published": dict(PUBLISHED)}
+
+    def render(self) -> None:
+        """Print every rank, every job's mean, and the figures of the papers."""
+        console = section_console()
+        console.print(
+            "recorded jobs predicted from their operators alone: (a) host overheads of the job's own profile, by "
+            "operator; (b) of the other jobs', this one left out. Both as profiled, beside profiled steps",
+            soft_wrap=True,
+        )
+        table = Table("job", "GPU", "rank", "recorded ms", "(a) ms", "error", "(b) ms", "error", box=None)
+        table.add_column("profiler's operator records ms")
+        for each in self.results:
+            table.add_row(each.job, each.gpu, str(each.rank), *_times(each))
+        console.print(table)
+        console.print(self._means())
+        published = "; ".join(f"{name} {figure}" for name, figure in PUBLISHED)
+        console.print(f"papers, geometric means over their own cells: {published}", soft_wrap=True)
+        console.print(
+            "the profiler's share counts its operator records only: what its records of runtime calls cost is not "
+            "measured (it needs a GPU) and stays in both sides",
+            soft_wrap=True,
+        )
+
+    def _means(self) -> Table:
+        table = Table("job", "ranks", "(a) mean", "geometric", "worst", "(b) mean", "geometric", "worst", box=None)
+        for job in dict.fromkeys(each.job for each in self.results):
+            ranks = self.of(job)
+            own, left_out = [abs(each.own_error) for each in ranks], [abs(each.left_out_error) for each in ranks]
+            figures = [*_figures(own), *_figures(left_out)]
+            table.add_row(job, str(len(ranks)), *(f"{value:.1%}" for value in figures))
+        return table
 
 
-def predicted_jobs(data: Path, only: str = "") -> PredictedJobs:
-    """Predict every job whose ``gpu/name`` contains ``only``. ``InputError`` if the recordings are not in ``data``."""
+def jobs_section(data: Path, only: str = "") -> PredictedJobs | None:
+    """Predict every job whose ``gpu/name`` contains ``only``, ``None`` if there is none; ``InputError`` if ``data`` has
+    no recordings.
+    """
+    wanted = [job for job in JOBS if only in f"{job.gpu}/{job.name}"]
+    if not wanted:
+        return None
     samples = {job.name: _samples(data, job.name) for job in JOBS}
-    results: list[RankResult] = []
-    for job in JOBS:
-        if only in f"{job.gpu}/{job.name}":
-            results += _predict(data, job, samples)
-    return PredictedJobs(results)
+    return PredictedJobs(
+        [result for job in with_progress(wanted, lambda job: job.name) for result in _predict(data, job, samples)]
+    )
 
 
 def _profiles(data: Path, name: str) -> list[KinetoTrace]:
@@ -317,48 +387,6 @@ PUBLISHED = (
 _LEAST = 1e-4
 
 
-@dataclass(frozen=True)
-class JobsSection:
-    """Predictions of all recorded jobs."""
-
-    jobs: PredictedJobs
-
-    def record(self) -> dict[str, Any]:
-        """JSON document of the section."""
-        return {**self.jobs.record(), "published": dict(PUBLISHED)}
-
-    def render(self) -> None:
-        """Print every rank, every job's mean, and the figures of the papers."""
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
-        console.print(
-            "recorded jobs predicted from their operators alone: (a) host overheads of the job's own profile, by "
-            "operator; (b) of the other jobs', this one left out. Both as profiled, beside profiled steps",
-            soft_wrap=True,
-        )
-        table = Table("job", "GPU", "rank", "recorded ms", "(a) ms", "error", "(b) ms", "error", box=None)
-        table.add_column("profiler's operator records ms")
-        for each in self.jobs.results:
-            table.add_row(each.job, each.gpu, str(each.rank), *_times(each))
-        console.print(table)
-        console.print(self._means())
-        published = "; ".join(f"{name} {figure}" for name, figure in PUBLISHED)
-        console.print(f"papers, geometric means over their own cells: {published}", soft_wrap=True)
-        console.print(
-            "the profiler's share counts its operator records only: what its records of runtime calls cost is not "
-            "measured (it needs a GPU) and stays in both sides",
-            soft_wrap=True,
-        )
-
-    def _means(self) -> Table:
-        table = Table("job", "ranks", "(a) mean", "geometric", "worst", "(b) mean", "geometric", "worst", box=None)
-        for job in dict.fromkeys(each.job for each in self.jobs.results):
-            ranks = self.jobs.of(job)
-            own, left_out = [abs(each.own_error) for each in ranks], [abs(each.left_out_error) for each in ranks]
-            figures = [*_figures(own), *_figures(left_out)]
-            table.add_row(job, str(len(ranks)), *(f"{value:.1%}" for value in figures))
-        return table
-
-
 def _times(each: RankResult) -> list[str]:
     return [
         f"{each.recorded_seconds * 1e3:.2f}",
@@ -372,12 +400,3 @@ def _times(each: RankResult) -> list[str]:
 
 def _figures(errors: list[float]) -> tuple[float, float, float]:
     return mean(errors), geometric_mean(max(each, _LEAST) for each in errors), max(errors)
-
-
-def jobs_section(data: Path, only: str = "") -> JobsSection | None:
-    """Section of the jobs; ``None`` if ``only`` matches no job; ``InputError`` if the recordings are not in
-    ``data``.
-    """
-    if not any(only in f"{job.gpu}/{job.name}" for job in JOBS):
-        return None
-    return JobsSection(predicted_jobs(data, only))

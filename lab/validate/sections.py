@@ -4,7 +4,6 @@ as text.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,24 +11,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.table import Table
 
 from costmodel.base.errors import InputError
 from costmodel.gpu.fitted import DIRECTORY
 from lab.command_line import chosen
-from lab.data.data_folder import FETCH
-from lab.data.selection import Wanted
-from lab.fit.public_tables import PARTS, wanted_files
+from lab.data.data_folder import FETCH, Wanted
+from lab.data.selection import PARTS, wanted_files
 from lab.validate.cost_models import (
     KernelErrors,
-    result_record,
+    KernelSection,
     validate_attention,
     validate_collectives,
     validate_kernels,
     validate_scans,
     validate_serving,
 )
-from lab.validate.recorded_jobs import Replay, replay_public
+from lab.validate.recorded_jobs import jobs_section, replay_public
 
 # Case name of the replay for --only.
 REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
@@ -48,31 +45,6 @@ class Section(Protocol):
 
 
 @dataclass(frozen=True)
-class _Models:
-    validation: Any
-
-    def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.validation.record()
-        return found
-
-    def render(self) -> None:
-        from lab.validate.models import render_validation
-
-        render_validation(self.validation)
-
-
-@dataclass(frozen=True)
-class _Replayed:
-    replay: Replay
-
-    def record(self) -> dict[str, Any]:
-        return self.replay.record()
-
-    def render(self) -> None:
-        render_replay(self.replay)
-
-
-@dataclass(frozen=True)
 class Asked:
     """Request of a validation: the cases of the folder ``data`` whose GPU/case contains ``only``; kernels are predicted
     by the fitted files of the folder ``models`` (default: the shipped ones), with ``all_files`` on every existing
@@ -83,24 +55,6 @@ class Asked:
     only: str = ""
     models: Path | None = None
     all_files: bool = False
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    results: Sequence[KernelErrors]
-
-    def record(self) -> dict[str, Any]:
-        return {"results": [result_record(each) for each in self.results]}
-
-    def render(self) -> None:
-        columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
-        table = Table("split", "family", "machine", "rows", *columns, "time from", box=None)
-        for each in map(result_record, self.results):
-            errors = (f"{100 * each[name]:.1f} %" for name in columns)
-            sources = ", ".join(f"{name} {100 * share:.0f} %" for name, share in sorted(each["coverage"].items()))
-            table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors, sources)
-        terminal = sys.stdout.isatty()
-        Console(highlight=False, markup=False, width=None if terminal else 1000, no_color=not terminal).print(table)
 
 
 def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = False) -> dict[str, Section]:
@@ -128,7 +82,7 @@ def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = Fals
 
 def _sealed(asked: Asked, names: Sequence[str]) -> Section:
     """Section of only the sealed rows of training steps, which are kept until a release is validated."""
-    from lab.steps.training_rows import KINDS_FILE, read_kinds_rows
+    from lab.steps.training import KINDS_FILE, read_kinds_rows
     from lab.validate.training import training_section
 
     if any(name != "training" for name in names):
@@ -145,7 +99,7 @@ def _sealed(asked: Asked, names: Sequence[str]) -> Section:
 
 def _by_default(section: str, asked: Asked) -> bool:
     """True if ``section`` runs by default. Tables of kernels are only validated whole, not for one case."""
-    from lab.steps.training_rows import TRAINING_FILE
+    from lab.steps.training import TRAINING_FILE
 
     if section in ("training", "memory"):
         return (asked.data / TRAINING_FILE).exists()
@@ -156,7 +110,7 @@ def _kernel_part(part: str, validated: Callable[[Asked, Wanted], list[KernelErro
     progress = Console(stderr=True, highlight=False, markup=False)
     wanted = wanted_files(part, asked.data, partial(progress.print, soft_wrap=True), asked.all_files)
     results = [each for each in validated(asked, wanted) if asked.only in f"{each.machine}/{each.family}"]
-    return _Kernels(results) if results else None
+    return KernelSection(results) if results else None
 
 
 def _kernels(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
@@ -176,20 +130,16 @@ def _collectives(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
 
 
 def _models(asked: Asked) -> Section | None:
-    from lab.validate.models import cases, validate_models
+    from lab.validate.models import models_section
 
-    if not any(asked.only in f"{case.gpu}/{case.name}" for case in cases(asked.data)):
-        return None
-    return _Models(validate_models(asked.data, asked.only))
+    return models_section(asked.data, asked.only)
 
 
 def _replay(asked: Asked) -> Section | None:
-    return _Replayed(replay_public(asked.data)) if asked.only in REPLAY_CASE else None
+    return replay_public(asked.data) if asked.only in REPLAY_CASE else None
 
 
 def _jobs(asked: Asked) -> Section | None:
-    from lab.validate.recorded_jobs import jobs_section
-
     return jobs_section(asked.data, asked.only)
 
 
@@ -200,13 +150,7 @@ def _vtrain(asked: Asked) -> Section | None:
 
 
 def _training(asked: Asked) -> Section | None:
-    from lab.steps.training_rows import (
-        KINDS_FILE,
-        TRAINING_FILE,
-        read_held_out_rows,
-        read_kinds_rows,
-        read_training_rows,
-    )
+    from lab.steps.training import KINDS_FILE, TRAINING_FILE, read_held_out_rows, read_kinds_rows, read_training_rows
     from lab.validate.training import training_section
 
     data, only = asked.data, asked.only
@@ -220,7 +164,7 @@ def _training(asked: Asked) -> Section | None:
 
 
 def _vision(asked: Asked) -> Section | None:
-    from lab.validate.vision import vision_section
+    from lab.validate.models import vision_section
 
     return vision_section(asked.data, asked.only)
 
@@ -244,40 +188,3 @@ SECTIONS: dict[str, Callable[[Asked], Section | None]] = {
     "serving": partial(_kernel_part, "serving", _serving),
     "collectives": partial(_kernel_part, "collectives", _collectives),
 }
-
-
-def render_replay(replay: Replay) -> None:
-    """Print every rank and every collective, recorded and simulated."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
-    console.print(f"replayed with measured kernel, transfer and host times: {replay.source}", soft_wrap=True)
-    table = Table("rank", "operators linked", "recorded ms", "simulated ms", "error", box=None)
-    for rank in replay.ranks:
-        linked = "" if rank.linked is None else f"{rank.linked[0]} of {rank.linked[1]}"
-        recorded, simulated = rank.recorded_seconds * 1e3, rank.simulated_seconds * 1e3
-        table.add_row(str(rank.rank), linked, f"{recorded:.3f}", f"{simulated:.3f}", f"{rank.error:+.2%}")
-    console.print(table)
-    table = Table(
-        "collective",
-        "sequence",
-        "ranks",
-        "bytes",
-        "transfer us",
-        "longest wait us",
-        "largest error of its end",
-        box=None,
-    )
-    for each in replay.collectives:
-        table.add_row(
-            each.kind,
-            str(each.sequence),
-            str(each.ranks),
-            f"{each.size_bytes:,}",
-            f"{each.transfer_seconds * 1e6:.0f}",
-            f"{each.longest_wait_seconds * 1e6:.0f}",
-            f"{each.end_error:.2%} of the step",
-        )
-    console.print(table)
-    console.print(
-        f"{len(replay.ranks)} ranks: largest error of a step {replay.worst_rank:.2%}, of a collective's end "
-        f"{replay.worst_collective:.2%} of the step; whole job {replay.step_error:+.2%}"
-    )

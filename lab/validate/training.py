@@ -6,22 +6,20 @@ source, to the steps of the others.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from e2e.capture.models.stacks import stack_of
 from e2e.price.speed_band import SpeedBand, load_speed_band, release_spread
 from lab.fit.speed_band import left_out_bands
-from lab.steps.training_requests import BF16, AskedStep
-from lab.steps.training_rows import TrainingRow
+from lab.steps.training import BF16, AskedStep, TrainingRow
 from lab.steps.training_runs import BareStep, PredictedStep, predicted_steps
+from lab.validate.errors import print_left_out, section_console
 
 GIB = 2**30
 LENGTH_CLASSES = ((2048, "to 2k tokens"), (4096, "4k tokens"), (8192, "8k tokens"), (1 << 40, "16k tokens and more"))
@@ -203,14 +201,12 @@ class TrainingReport:
 
     def render(self) -> None:
         """Print every row, then the figures of every group, then the skipped rows, by reason."""
-        wide = None if sys.stdout.isatty() else 160
-        console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
+        console = section_console(160)
         console.print(_case_table(self.cases))
         console.print(_figure_table(self.figures()))
         console.print(_evidence(self.cases), soft_wrap=True)
-        for title, rows in (("left out", self.left_out), ("failed", self.failed)):
-            for reason, count in _by_reason(rows).items():
-                console.print(f"{title}: {count} rows: {reason}", soft_wrap=True)
+        print_left_out(console, self.left_out)
+        print_left_out(console, self.failed, "failed")
         for each in self.figures():
             if each.kind == "source" and each.peer_mape is not None and each.peer_allocated is not None:
                 console.print(
@@ -324,10 +320,3 @@ def _figure_table(figures: Sequence[TrainingFigures]) -> Table:
         bare = f"{each.bare_mape:.1%}", f"{each.bare_bias:+.1%}"
         table.add_row(name, str(each.count), *sizes, f"{each.bias:+.1%}", *bare, inside, refused, memory)
     return table
-
-
-def _by_reason(rows: Mapping[str, str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for reason in rows.values():
-        counts[reason] = counts.get(reason, 0) + 1
-    return counts

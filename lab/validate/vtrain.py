@@ -2,7 +2,7 @@
 2024) on A100, predicted.
 
 What the figures of one node are: within one choice of width, micro-batch and parallelism they are bilinear in layers
-and micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
+and micro-batches to the last digit of a double. No measured iteration is; they were put together from
 profiles of single layers, as vTrain does, so the prediction here is put together likewise (:class:`Profiler`): FP16, no
 recomputation (with it the products alone would need 96 % of the datasheet rate at width 2048 and 8 sequences), plain
 cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
@@ -28,27 +28,26 @@ transfers of tensor parallelism are added, hidden by nothing.
 from __future__ import annotations
 
 import csv
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from costmodel.base.errors import InputError
-from costmodel.cost_model import CostModel
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.parallelism.pieces import Item, LayerCollective, Part, Pieces, Work
 from e2e.parallelism.rewrites import NOTHING, Condenser
 from e2e.parallelism.spec import ParallelSpec
 from e2e.price.pricing import HostOverheads, duration_of, operator_prices
 from e2e.step.execution_graph import CallInfo, Duration, HostWork
-from lab.data.data_folder import AGAIN, BROUGHT
+from lab.command_line import with_progress
+from lab.data.data_folder import BROUGHT, reading
+from lab.validate.errors import Accuracy, accuracy, error_table, section_console
 
 FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
 CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
@@ -98,19 +97,6 @@ class VtrainCase:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Errors of some cases, as fractions of the published times."""
-
-    name: str
-    count: int
-    mape: float
-    geomean: float
-    p90: float
-    worst: float
-    bias: float
-
-
-@dataclass(frozen=True)
 class VtrainReport:
     """All cases with their predicted seconds."""
 
@@ -123,7 +109,7 @@ class VtrainReport:
         published = np.array([case.seconds for case in self.cases])
         return np.array(self.predicted) / published - 1
 
-    def figures(self) -> list[Figures]:
+    def figures(self) -> dict[str, Accuracy]:
         """Figures of all cases, by number of GPUs, by parallelism, and of those not fitted on."""
         groups: list[tuple[str, Callable[[VtrainCase], bool]]] = [
             ("all", lambda case: True),
@@ -136,7 +122,14 @@ class VtrainReport:
             name = "tp={} dp={} pp={}".format(*split)
             groups.append((name, lambda case, split=split: (case.tp, case.dp, case.pp) == split))  # type: ignore[misc]
         found = [(name, np.array([bool(chosen(case)) for case in self.cases])) for name, chosen in groups]
-        return [_figures(name, self.errors[mask]) for name, mask in found if mask.any()]
+        return {name: self._accuracy(mask) for name, mask in found if mask.any()}
+
+    def _accuracy(self, mask: np.ndarray) -> Accuracy:
+        """Errors of the cases where ``mask`` is true; predictions have no interval."""
+        places: list[int] = np.flatnonzero(mask).tolist()
+        seconds = [self.predicted[place] for place in places]
+        estimates = [Estimate(each, each, each, "step", {}, "fitted") for each in seconds]
+        return accuracy(estimates, [self.cases[place].seconds for place in places])
 
     def record(self) -> dict[str, Any]:
         """JSON document of the report."""
@@ -144,14 +137,18 @@ class VtrainReport:
             {**asdict(case), "predicted_seconds": seconds, "error": float(error)}
             for case, seconds, error in zip(self.cases, self.predicted, self.errors, strict=True)
         ]
-        return {"figures": [asdict(each) for each in self.figures()], "cases": rows}
+        return {"figures": [{"name": name, **asdict(each)} for name, each in self.figures().items()], "cases": rows}
 
-
-def _figures(name: str, errors: np.ndarray) -> Figures:
-    size = np.abs(errors)
-    geomean = float(np.exp(np.log(np.maximum(size, 1e-4)).mean()))
-    bias = float(errors.mean())
-    return Figures(name, len(size), float(size.mean()), geomean, float(np.quantile(size, 0.9)), float(size.max()), bias)
+    def render(self) -> None:
+        """Print the error figures, a line for each group of cases."""
+        console = section_console()
+        console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
+        console.print(error_table(("GPT",), [((name,), each) for name, each in self.figures().items()]))
+        console.print(
+            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; iterations of one "
+            "node are predicted without recomputation, those of several nodes with it",
+            soft_wrap=True,
+        )
 
 
 def read_cases(data: Path) -> list[VtrainCase]:
@@ -163,15 +160,9 @@ def read_cases(data: Path) -> list[VtrainCase]:
 
 
 def _read(path: Path) -> Iterator[VtrainCase]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.reader(file):
-                if row and not row[0].startswith("#"):
-                    yield _case(row)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {BROUGHT}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not a table of iterations ({error}); {AGAIN}") from None
+    with reading(path, "a table of iterations"), path.open(encoding="utf-8", newline="") as file:
+        rows = [_case(row) for row in csv.reader(file) if row and not row[0].startswith("#")]
+    yield from rows
 
 
 def _case(row: list[str]) -> VtrainCase:
@@ -182,11 +173,11 @@ def _case(row: list[str]) -> VtrainCase:
     return VtrainCase(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
 
 
-def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[VtrainCase] | None = None) -> VtrainReport:
-    """Predict every case (by default all of the file)."""
-    chosen = list(cases) if cases is not None else read_cases(data)
-    predictor = Predictor(host)
-    return VtrainReport(chosen, [predictor.seconds(case) for case in chosen])
+def validate(chosen: Sequence[VtrainCase]) -> VtrainReport:
+    """Predict every case."""
+    predictor = Predictor()
+    rows = with_progress(chosen, lambda case: f"{case.gpus} GPUs, width {case.hidden}")
+    return VtrainReport(chosen, [predictor.seconds(case) for case in rows])
 
 
 @dataclass
@@ -206,10 +197,10 @@ class Predictor:
         """Priced graph of ``case``."""
         from costmodel.collectives import collective_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.layers.megatron_layers import fused_adam
         from e2e.parallelism.parallel_graph import assemble
         from e2e.price.collective_pricing import price_collectives
         from e2e.price.pricing import price
+        from lab.steps.megatron_gpt import fused_adam
 
         captured, profiler, options = self._profile(case)
         built = assemble(
@@ -231,10 +222,9 @@ class Predictor:
         from costmodel.collectives import collective_cost_model
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.captured import ModelSource, capture_model
-        from e2e.parallelism.layers import megatron_layers as megatron
-        from e2e.parallelism.pieces import CAPTURED_LAYERS
+        from e2e.parallelism.pieces import CAPTURED_LAYERS, ModelSource, capture_model
         from e2e.step.options import StepOptions
+        from lab.steps import megatron_gpt as megatron
 
         config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)
         with torch.device("meta"):
@@ -262,63 +252,16 @@ class _Host:
         return self.launch_seconds if kind == "T4" else 0.0
 
 
-def regularity(cases: Iterable[VtrainCase]) -> float:
-    """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
-    micro-batches m) within one choice of all other settings without replicas: zero for figures that were composed, not
-    measured.
-    """
-    groups: dict[Any, list[VtrainCase]] = {}
-    for case in cases:
-        if case.dp == 1 and case.nodes == 1:
-            groups.setdefault((case.hidden, case.micro_batch, case.tp, case.pp), []).append(case)
-    return max((_deviation(group) for group in groups.values()), default=0.0)
-
-
-def _deviation(group: Sequence[VtrainCase]) -> float:
-    terms = np.array([[1, case.layers, case.micro_batches, case.layers * case.micro_batches] for case in group], float)
-    seconds = np.array([case.seconds for case in group])
-    solution = np.linalg.lstsq(terms, seconds, rcond=None)[0]
-    return float(np.abs(terms @ solution / seconds - 1).max())
-
-
 # Case name for --only.
 CASE = f"{CLUSTER}/vtrain-gpt"
 
 
-@dataclass(frozen=True)
-class VtrainSection:
-    """Predictions of all published iterations. ``regularity``: see :func:`lab.validate.vtrain.regularity`."""
-
-    report: VtrainReport
-    regularity: float
-
-    def record(self) -> dict[str, Any]:
-        """JSON document of the section."""
-        return {**self.report.record(), "regularity": self.regularity}
-
-    def render(self) -> None:
-        """Print the error figures, a line for each group of cases."""
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
-        console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
-        table = Table("cases", "number", "MAPE", "geomean", "p90", "worst", "bias", box=None)
-        for each in self.report.figures():
-            sizes = (f"{value:.1%}" for value in (each.mape, each.geomean, each.p90, each.worst))
-            table.add_row(each.name, str(each.count), *sizes, f"{each.bias:+.1%}")
-        console.print(table)
-        console.print(
-            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; the published times of one node "
-            f"are bilinear in layers and micro-batches within {self.regularity:.0e}: put together from profiles of "
-            "single layers, without recomputation; several nodes are predicted with it",
-            soft_wrap=True,
-        )
-
-
-def vtrain_section(data: Path, only: str = "") -> VtrainSection | None:
+def vtrain_section(data: Path, only: str = "") -> VtrainReport | None:
     """Section of vTrain; ``None`` if ``only`` does not match; ``InputError`` if the table is not in ``data``."""
     if only not in CASE:
         return None
     cases = read_cases(data)
-    return VtrainSection(validate(data, cases=cases), regularity(cases))
+    return validate(cases)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Interface of kernel templates, used by templates, tuner and lowering: what they compute, in which layouts and dtypes.
 
-A template has a signature, knobs with their legal values, an analytic cost and a kernel; its line in
-:mod:`schedules.kernels.template_table` makes it known. Activations are stored blocked, NCHW as (N, ceil(C/V), H, W, V),
-where V is the number of FP32 values of a vector register.
+A template has a signature, knobs with their legal values, an analytic cost and a kernel;
+:func:`schedules.kernels.template_table.register` makes it known. Activations are stored blocked, NCHW as (N, ceil(C/V),
+H, W, V), where V is the number of FP32 values of a vector register.
 """
 
 from __future__ import annotations
@@ -10,16 +10,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from costmodel.base.errors import MissingDependencyError
 from costmodel.cost_model import Config
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 
 if TYPE_CHECKING:
     from tvm import tirx
+
+
+EXTENSIONS = "fusion.extensions"
+
+
+@lru_cache(maxsize=1)
+def load_extensions() -> None:
+    """Import the modules that installed packages name as entry points of :data:`EXTENSIONS`.
+
+    They register templates (:func:`schedules.kernels.template_table.register`) and engines of ``fusion compare``
+    (:func:`fusion.comparing.engine.register`). Raises ``MissingDependencyError`` if one cannot be imported.
+    """
+    for point in entry_points(group=EXTENSIONS):
+        try:
+            point.load()
+        except Exception as error:  # any error of somebody else's module
+            package = point.dist.name if point.dist else point.value
+            raise MissingDependencyError(
+                f"{package}: its {EXTENSIONS} {point.value} cannot be imported ({error}); mend or uninstall it"
+            ) from error
 
 
 def blocks(channels: int, lanes: int) -> int:

@@ -37,7 +37,7 @@ class TileNumbers:
     out_blocks: int
 
     def sums(self, row_tile: int, out_block: int) -> int:
-        """Number of a tile of sums."""
+        """Index of the tile register that holds these sums."""
         return row_tile * self.out_blocks + out_block
 
     def data(self, row_tile: int) -> int:

@@ -1,4 +1,4 @@
-"""Table of templates, and lookup by operator."""
+"""Table of templates, how one is added to it, and lookup by operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Template
+from schedules.contract.template import Config, Template, load_extensions
 from schedules.kernels.algorithms import ConvAlgorithms, ProductAlgorithms
 from schedules.kernels.channel_norm_kernel import ChannelNormKernel
 from schedules.kernels.dense_kernel import DenseLayer, TileDense
@@ -29,9 +29,22 @@ from schedules.kernels.pointwise_kernel import Pointwise, ProloguePointwise, Til
 from schedules.kernels.pool_kernel import Pool
 from schedules.loops.tile_products import DEPTHS
 
+TEMPLATES: list[Template] = []
+
+
+def register(template: Template) -> Template:
+    """Add a template; it is used for the operators that it covers, rather than those registered before it.
+
+    For a template outside of this project, call it in a module that an entry point of the group ``fusion.extensions``
+    names: measuring processes import that module too.
+    """
+    TEMPLATES.insert(0, template)
+    return template
+
+
 _TILE_POINTWISE = {depth: TilePointwise(depth) for depth in DEPTHS}
-# The first template that covers an operator is used.
-TEMPLATES: tuple[Template, ...] = (
+# The first that covers an operator is used.
+_OWN: tuple[Template, ...] = (
     ProductAlgorithms(DepthwisePointwise(), {depth: TileDepthwisePointwise(depth) for depth in DEPTHS}),
     ProductAlgorithms(PointwiseDepthwise(), {depth: TilePointwiseDepthwise(depth) for depth in DEPTHS}),
     PointwisePair(),
@@ -49,10 +62,13 @@ TEMPLATES: tuple[Template, ...] = (
     ProductAlgorithms(ProloguePointwise(), _TILE_POINTWISE),
     ProductAlgorithms(ConvAlgorithms(), {depth: TileConv2d(depth) for depth in DEPTHS}),  # any other convolution
 )
+for _template in reversed(_OWN):
+    register(_template)
 
 
 def template_for(operator: Operator, cpu: CpuTarget) -> Template | None:
     """Template of ``operator``, or None."""
+    load_extensions()
     if operator.dtype != "float32" and operator.dtype not in cpu.dot_products:
         return None  # reason: `cpu.lacks(operator.dtype)`
     return next((template for template in TEMPLATES if template.covers(operator, cpu)), None)

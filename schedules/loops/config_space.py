@@ -127,6 +127,7 @@ PORTS = 2.0
 TILE_CYCLES = 24.0
 # Issue slots of a spilled operand per product, for storing or reloading it.
 SPILL_SLOTS = 1.0
+# The costs are features of the shipped rankings: after a change of a constant, `python -m lab.records train`.
 # Share of cache traffic not hidden by out-of-order execution and hardware prefetchers.
 _EXPOSED = 0.35
 _L2_BYTES_PER_CYCLE = 32.0
@@ -192,8 +193,8 @@ def dense_cycles(
     each.
 
     ``dtype``: of stored values; ``data_bytes``: read by the pass; ``weight_bytes``: of these output blocks, read again
-    for every tile; ``taps``: along a row of the window, if there is one. Each spilled operand takes a slot of every
-    step: it is stored once per row of taps, and reloaded for each of the others. Not counted for float32, where the
+    for every tile; ``taps``: along a row of the window, if there is one. A spilled operand takes one issue slot per tap
+    of a row: a store at the first, a reload at each other. Not counted for float32, where the
     shipped ranking was trained on costs without it.
     """
     dot, cycles = dot_product(dtype), 0.0

@@ -134,7 +134,7 @@ def sums_quads(conv: Conv2d) -> bool:
 
 @dataclass(frozen=True)
 class TapPlaces:
-    """Position of a row's taps in a word: ``count`` of them from ``first`` on, the first at byte ``place``."""
+    """Taps of a row in a word: tap ``first`` at byte ``place``, the ``count - 1`` following ones at the next bytes."""
 
     place: int
     first: int
@@ -153,7 +153,7 @@ class QuadWord:
 
 @dataclass(frozen=True)
 class QuadPlan:
-    """Outputs of a window of ``kernel`` taps along a row in groups of ``outputs``, which share ``words`` words."""
+    """Groups of ``outputs`` neighbours, of ``kernel`` taps along a row each, and the ``words`` that they all read."""
 
     kernel: int
     stride: int

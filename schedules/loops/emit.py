@@ -505,6 +505,8 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
         ratio = _named(power * (power + splat(2.0, lanes)))
         below = ratio + splat(2.0, lanes)
         return x * ratio * operation(RECIPROCAL, lanes, below) if coarse else x * ratio / below
+    if activation not in ("sigmoid", "silu"):
+        raise ValueError(f"no code for the activation {activation!r}")
     gate = _over_one_and_exp(one, zero - x, lanes, coarse)
     return gate if activation == "sigmoid" else x * gate
 

@@ -47,7 +47,7 @@ class WinogradMatrices(NamedTuple):
 
 @lru_cache
 def winograd_matrices(outputs: int) -> WinogradMatrices:
-    """Matrices for tiles of ``outputs`` with known points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
+    """Matrices for tiles of ``outputs``, which must be in ``_POINTS``; rows: points 0, +p, -p, +q, -q ..., infinity."""
     points = [0.0, *(sign * point for point in _POINTS[outputs] for sign in (1.0, -1.0))]
     return toom_cook(points, outputs, TAPS)
 

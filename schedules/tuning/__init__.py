@@ -1,1 +1,1 @@
-"""Tuning of kernels: the next configuration to measure, the budget of a run; and stock MetaSchedule."""
+"""Tuning of kernels: the next configuration to measure, the budget of a run, records; and stock MetaSchedule."""

@@ -1,23 +1,14 @@
-"""Order of trials for unmeasured kernels, trained on the records of many networks: sampling for it, training, guesses.
+"""Order of trials for unmeasured kernels, trained on the records of many networks.
 
 The model is :class:`costmodel.cpu.learned_residual.ResidualModel` on the analytic cost of the templates; here it is
-trained on the shipped records (:mod:`schedules.records.shipped_records`), of all thread counts together. A tuning run
+trained on the shipped records (:mod:`schedules.tuning.shipped_records`), of all thread counts together. A tuning run
 first tries what the shipped records of the same operator, or this ranking, expect to be fast; it uses the trees as a
 prior and corrects them by its measurements.
-
-A tuner measures what it expects to be fast, which yields few and similar configurations per kernel; a ranking trained
-on those cannot recognise slow ones. In sampling every kernel gets the same number, half of them in the order of the
-template's analytic cost and half drawn from the rest of its space. Kernels alternate, so that an interrupted run has a
-similar number for each.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import random
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -29,12 +20,11 @@ from costmodel.cpu.learned_residual import FamilyTrees, ResidualModel, read_tree
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.any_operator import to_record
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.kernels.template_table import config_terms, template_for
-from schedules.records.shipped_records import (
+from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
     CpuRecords,
@@ -43,14 +33,12 @@ from schedules.records.shipped_records import (
     chip_name,
     find_records,
 )
-from schedules.records.tuning_records import RecordStore
-from schedules.tuning.kernel_tuner import MeasuringRunner
 
 
 def empty_ranking(machine: Machine, cpu: CpuTarget, before: ResidualModel | None = None) -> ResidualModel:
     """Untrained model on top of ``before``, or of the templates' analytic cost."""
     return ResidualModel(
-        RooflineModel(machine, cpu.threads), key=cpu.key, config_terms=partial(config_terms, cpu=cpu), before=before
+        RooflineModel(machine, cpu.threads), config_terms=partial(config_terms, cpu=cpu), before=before
     )
 
 
@@ -200,109 +188,3 @@ def guesses_for(cpu: CpuTarget) -> KernelGuesses:
         like = "which runs the same code" if found.same_code else "the nearest with vectors as wide"
         origin = f"no records of this CPU, {chip}: starting from those of {other}, {like}"
     return KernelGuesses(cpu, ranking, found.content.of(cpu.threads), found.same_chip, origin)
-
-
-# Configurations of a kernel per turn: machines drift between turns, and verification data are created for each turn.
-TURN = 8
-
-
-@dataclass(frozen=True)
-class SamplingProgress:
-    """``measured`` of ``wanted`` configurations including earlier runs; ``kernels``: number of complete kernels."""
-
-    measured: int
-    wanted: int
-    kernels: int
-    failures: int
-
-
-@dataclass
-class SampledKernel:
-    """A kernel with its pending configurations, and the stores of the networks that contain it.
-
-    ``done``: configurations of its sample that are measured or have failed.
-    """
-
-    operator: Operator
-    pending: list[Config]
-    stores: tuple[RecordStore, ...]
-    done: int
-
-
-def sample(operator: Operator, space: Sequence[Config], count: int) -> list[Config]:
-    """At most ``count`` of ``space``, alternating between the next in order and a random one; deterministic."""
-    fast = list(space[: -(-count // 2)])
-    others = list(space[len(fast) :])
-    drawn = random.Random(_name(operator)).sample(others, min(count - len(fast), len(others))) if others else []
-    mixed = [config for pair in zip(fast, drawn, strict=False) for config in pair]
-    return [*mixed, *fast[len(drawn) :]]
-
-
-def sampled_kernels(
-    stores: Iterable[tuple[RecordStore, Iterable[Operator]]], cpu: CpuTarget, count: int
-) -> list[SampledKernel]:
-    """Distinct kernels of the networks, with ``count`` configurations each or the whole space.
-
-    ``stores``: the records of each network, and its kernels. Kernels without a template are left out.
-    """
-    found: dict[Operator, list[RecordStore]] = {}
-    for store, operators in stores:
-        for operator in dict.fromkeys(operators):
-            if template_for(operator, cpu) is not None:
-                found.setdefault(operator, []).append(store)
-    kernels = [_sampled(operator, tuple(own), cpu, count) for operator, own in found.items()]
-    # Shuffle, so that limited time is spread over kernels of all networks and kinds.
-    random.Random(0).shuffle(kernels)
-    return kernels
-
-
-def _sampled(operator: Operator, stores: tuple[RecordStore, ...], cpu: CpuTarget, count: int) -> SampledKernel:
-    template = template_for(operator, cpu)
-    assert template is not None, "only kernels of a template are measured"
-    wanted = sample(operator, template.space(operator, cpu), count)
-    known = {config_key(record.config) for store in stores for record in store.all(operator)}
-    known |= {config_key(failure.config) for store in stores for failure in store.failures(operator)}
-    pending = [config for config in wanted if config_key(config) not in known]
-    return SampledKernel(operator, pending, stores, len(wanted) - len(pending))
-
-
-def measure_samples(
-    kernels: Sequence[SampledKernel],
-    runner: MeasuringRunner,
-    end: float = math.inf,
-    progress: Callable[[SamplingProgress], None] = lambda _: None,
-) -> SamplingProgress:
-    """Measure pending configurations until ``end`` (``time.monotonic``), kernels with the fewest results first.
-
-    Every result is on disk at once. Kernels are compiled on all cores and timed alone.
-    """
-    failures = 0
-
-    def state() -> SamplingProgress:
-        done = sum(kernel.done for kernel in kernels)
-        left = sum(len(kernel.pending) for kernel in kernels)
-        return SamplingProgress(done, done + left, sum(not kernel.pending for kernel in kernels), failures)
-
-    while (unfinished := [kernel for kernel in kernels if kernel.pending]) and time.monotonic() < end:
-        kernel = min(unfinished, key=lambda each: each.done)
-        batch, kernel.pending = kernel.pending[:TURN], kernel.pending[TURN:]
-        waiting = {config_key(config): config for config in batch}
-        best = [record.seconds for store in kernel.stores if (record := store.best(kernel.operator)) is not None]
-        for config, outcome in runner.measure_batch(kernel.operator, batch, min(best, default=None)):
-            for store in kernel.stores:
-                if outcome.seconds is None:
-                    store.add_failure(kernel.operator, config, outcome.error or "run", outcome.message)
-                else:
-                    store.add(kernel.operator, config, outcome.seconds)
-            failures += outcome.seconds is None
-            kernel.done += 1
-            del waiting[config_key(config)]
-            if time.monotonic() >= end:
-                break
-        kernel.pending = [*waiting.values(), *kernel.pending]
-        progress(state())
-    return state()
-
-
-def _name(operator: Operator) -> str:
-    return json.dumps(to_record(operator), sort_keys=True)

@@ -32,7 +32,6 @@ from tests.foreign_files.seeds import (
     CLUSTERS,
     EXECUTION_TRACES,
     HF_CONFIGS,
-    HISTOGRAM,
     KINETO_TRACES,
     MEASURED_TABLE,
     NCCL_JSON,
@@ -198,7 +197,7 @@ def _sources(path: Path) -> object:
 
 def _records(path: Path) -> object:
     from schedules.contract.cpu_target import target_with
-    from schedules.records.tuning_records import RecordStore, recorded_cpus
+    from schedules.tuning.tuning_records import RecordStore, recorded_cpus
 
     found = recorded_cpus(path)
     with RecordStore(path, found[0] if found else target_with((), 1, 32768, 1 << 20)) as store:
@@ -209,7 +208,7 @@ def _records(path: Path) -> object:
 
 
 def _build(path: Path) -> object:
-    from fusion.artifact.build_folder import check_runnable, describe_inputs, read_profiles
+    from fusion.model.build_folder import check_runnable, describe_inputs, read_profiles
 
     for artifact in read_profiles(path):
         check_runnable(artifact, tvm_version="0.27.0")
@@ -246,15 +245,9 @@ def _overheads(path: Path) -> object:
 
 
 def _statistics(path: Path) -> object:
-    from costmodel.embedding.popularity import load_statistics
+    from costmodel.gpu.embedding_tables import load_statistics
 
     return load_statistics(path)
-
-
-def _histograms(path: Path) -> object:
-    from costmodel.embedding.popularity import read_histograms
-
-    return [each.statistics(1000) for each in read_histograms(path).values()]
 
 
 def _samples(path: Path) -> object:
@@ -315,7 +308,6 @@ def _predict(path: Path) -> object:
 def _options(path: Path) -> object:
     from costmodel.machines.machine_file import load_machine
     from e2e.parallelism.spec import parse_parallel
-    from e2e.simulate.skew import parse_skew
     from e2e.sources.known_requests import parse_ranks
     from e2e.step.options import parse_routing
     from e2e.sweeps.sweep_space import counts, names
@@ -325,7 +317,6 @@ def _options(path: Path) -> object:
     option, _, text = path.read_bytes().decode("utf-8", "surrogateescape").partition("\n")
     parsers: dict[str, Callable[[str], object]] = {
         "parallel": lambda text: parse_parallel(text, 8),
-        "skew": parse_skew,
         "routing": parse_routing,
         "ranks": parse_ranks,
         "counts": lambda text: counts(text, "--gpus"),
@@ -367,7 +358,6 @@ def _readers() -> list[Reader]:
         Reader("configuration", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _configuration, _MODELS),
         Reader("overheads", lambda folder: _of(_json, "overheads.json", OVERHEADS), _overheads),
         Reader("statistics", _statistics_seeds, _statistics),
-        Reader("histograms", lambda folder: _of(_lines, "locality.txt", HISTOGRAM), _histograms),
         Reader("samples", _sample_seeds, _samples),
         Reader("sweep", lambda folder: _of(_folder, "sweep", SWEEP_RESULTS), _sweep),
         Reader("calibration", lambda folder: _of(_json, "fitted.json", *collective_calibrations()), _calibration),
@@ -381,13 +371,8 @@ def _readers() -> list[Reader]:
 
 
 def _statistics_seeds(folder: Path) -> list[Seed]:
-    table = {"rows": 100, "group_rows": [10.0, 90.0], "group_shares": [0.5, 0.5], "origin": "drawn"}
-    arrays = {f"user.{key}": np.array(value) for key, value in table.items()}
     batches = {"user.indices": np.arange(20) % 7, "user.offsets": np.arange(0, 20, 2), "user.rows": np.array(9)}
-    return [
-        *_of(_json, "statistics.json", {"format": 1, "tables": {"user": table, "item": table}}),
-        *_of(_arrays, "statistics.npz", arrays, batches),
-    ]
+    return _of(_arrays, "batches.npz", batches)
 
 
 def _sample_seeds(folder: Path) -> list[Seed]:

@@ -382,14 +382,6 @@ NCCL_LOGS = [
 # Out of bounds values : 0 OK
 # Avg bus bandwidth    : 20.6323
 """,
-    """\
-Hello from Rank 0: [Rank   0] host eos0031, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-Hello from Rank 8: [Rank   8] host eos0032, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-
-\tCOMMS-RES      size (B)  nElementsPerRank   Latency(us):p50         p75         p95         Min         Max
-\tCOMMS-RES-all_to_all        1048576            16384              98.5       101.2       110.0        90.1       120.7
-\tCOMMS-RES-all_reduce-float32        2048    512    30.0   31.0   32.0   29.0   33.0   0.068   0.128
-""",
 ]
 _TIMED = {"time": 45.3, "alg_bw": 0.1, "bus_bw": 0.1, "nwrong": 0}
 NCCL_JSON = [
@@ -409,26 +401,10 @@ NCCL_JSON = [
         ],
     }
 ]
-_BINS = "\n".join(
-    [f"(0, 1]: 0.{9:03}", *(f"({2**k}, {2 ** (k + 1)}]: 0.{50 + k:03}" for k in range(15)), "(32768+: 0.010"]
-)
-HISTOGRAM = f"""\
-toy_t2_bs10.pt
-Locality stats after processing 1 batches of size 10
-Avg # of indices: 20000
-Avg # of unique cols: 900
-Avg col size: 1.5
-Histogram of col sizes:
-{_BINS}
-[0, 1, 2]
-Ratio of index distribution at different column sizes:
-{_BINS}
-"""
 MEASURED_TABLE = (SHIPPED / "calibration" / "h100-pcie" / "measured" / "published_gemm.csv").read_text(encoding="utf-8")
 OPTION_TEXTS = [
     "parallel\ndp=2,tp=2,pp=2,micro-batches=8,schedule=interleaved,virtual-stages=2\n",
     "parallel\nfsdp=4,tp=2,sp=yes,recompute=full,offload-optimizer=1,master-weights=yes\n",
-    "skew\nspread=0.02,jitter=0.05,seed=1,start=3:0.5\n",
     "routing\npower-law=1.2,capacity=1.25\n",
     "ranks\n0,7\n",
     "counts\n8,64,512\n",

@@ -10,7 +10,7 @@ os.environ["FUSION_RECORDS"] = os.devnull
 
 import pytest
 
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
 from schedules.contract.cpu_target import host_target
 
 SHAPE = (2, 3)
@@ -65,6 +65,6 @@ def short_rounds() -> Iterator[None]:
     from fusion.comparing.timing import Sampling
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5, 0))
-        assert Sampling() == Sampling(rounds=5, seconds=0.02, calls=5, warmup=5, cold_calls=0)
+        patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5))
+        assert Sampling() == Sampling(rounds=5, seconds=0.02, calls=5, warmup=5)
         yield

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from fusion.artifact.build_folder import TensorInfo
-from fusion.comparing.engines.engine import EngineWorkload
-from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _open, _symbols
+from fusion.comparing.engine import EngineWorkload
+from fusion.comparing.onnx_runtime import OnnxRuntimeEngine, _open, _symbols
+from fusion.model.build_folder import TensorInfo
 
 
 def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) -> EngineWorkload:

@@ -1,4 +1,6 @@
-"""A tracker of TVM's RPC and two servers of the key ``tiny``: a program that prints the port and ends with stdin."""
+"""A tracker of TVM's RPC and two measuring servers of the key ``tiny``: a program that prints the port and ends with
+stdin.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def running_servers() -> Iterator[str]:
     from tvm import rpc
 
     with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, cwd=Path(__file__).resolve().parents[2],
     ) as process:  # fmt: skip
         try:
@@ -40,6 +42,9 @@ def serve() -> None:
     """A process for each server, because a server changes its folder; forked before there is any thread."""
     from tvm.rpc import server, tracker
 
+    from schedules.measuring import remote_server
+
+    remote_server.register()
     children = []
     for first_port in (9400, 9500):  # ranges of their own: two that search at the same time may find the same port
         receiving, sending = os.pipe()

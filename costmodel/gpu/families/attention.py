@@ -413,7 +413,7 @@ class FusedAttention(Family[Attention]):
         return FusedAttention(self.kernel, self.phase, pace)
 
     def covers(self, operator: Attention) -> bool:
-        """True for operators of the tables: BF16 or 8 bits, no masks or sinks; FP16 runs the same code."""
+        """True if measurements are for ``operator``: no mask or sinks, and the kernel's types (8 bits, BF16, FP16)."""
         measured = ("float8",) if self.kernel == EIGHT_BITS else ("bfloat16", "float16")
         return operator.dtype in measured and not operator.mask and not operator.sinks
 

@@ -73,11 +73,11 @@ from costmodel.gpu.families.rates import (
     dram_bandwidth,
     kernel_floor,
     latency,
+    long_load_shares,
     matrix_rate,
     uses_tensor_cores,
     vector_rate,
 )
-from costmodel.gpu.power import long_load_shares
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
@@ -425,8 +425,8 @@ def _traffic(operator: AnyConvolution) -> int:
 
 
 def _turned_bytes(operator: AnyConvolution) -> int:
-    """Bytes of transposing NCHW tensors: the whole image, read and written once; depthwise kernels need no
-    transposition.
+    """Bytes of transposing NCHW tensors: the whole image, read and written once; 0 for channels-last images and
+    for depthwise kernels.
     """
     conv = _forward(operator)
     if conv.channels_last or conv.is_depthwise:

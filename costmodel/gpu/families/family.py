@@ -22,10 +22,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from costmodel.base.errors import InputError
-from costmodel.base.input_files import MALFORMED, decoded, read_text
 from costmodel.gpu.families.rates import dense_peak, kernel_floor, l2_bytes
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.record_file import read_record
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, CountedWork, LayerWork
@@ -173,12 +172,7 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
     """Read factors from ``path``; without the file every factor is 1. ``InputError`` names a corrupt file."""
     if not path.exists():
         return InvertedShares({}, 0.0, {})
-    try:
-        record = decoded(read_text(path, "record"))
-        factors = {str(name): float(value) for name, value in record["factors"].items()}
-        return InvertedShares(factors, float(record["spread"]), record["provenance"])
-    except (OSError, *MALFORMED) as error:
-        raise InputError(f"{path}: not a file of shares ({error}); install the package again") from None
+    return read_record(path, InvertedShares, "install the package again")
 
 
 def layout_name(channels_last: bool) -> str:

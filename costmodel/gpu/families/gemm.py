@@ -43,16 +43,17 @@ import numpy as np
 from costmodel.gpu.families.family import Family, Grade, InvertedShares, KernelAnalysis, inverted_shares, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import (
+    benchmark_clock,
     dram_bandwidth,
     has_stacked_memory,
     kernel_floor,
     l2_bandwidth,
     l2_bytes,
     latency,
+    long_load_shares,
     matrix_rate,
     uses_tensor_cores,
 )
-from costmodel.gpu.power import benchmark_clock, long_load_shares
 from costmodel.gpu.residual import axes_of
 from costmodel.machines.machine_records import USABLE_SHARE, Machine
 from costmodel.operators.device_work import Gemm, ScaledCast, ScaledGemm

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, row_bytes
+from costmodel.gpu.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, row_bytes
 from costmodel.gpu.families import memory_bound
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency

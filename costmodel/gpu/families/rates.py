@@ -1,8 +1,16 @@
-"""Rates of a GPU as kernels see them, with substitutes for dtypes that the machine file does not list."""
+"""Rates of a GPU as kernels see them, with substitutes for dtypes that the machine file does not list, and its clock
+while a benchmark repeats a kernel: short kernels finish before the clock drops, long ones run at the clock that a
+sustained load of their kind allows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.power_law import unthrottled_share
 
 # A dtype without its own units is computed with those of the next one: TF32 off or absent means FP32; BF16 before
 # Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
@@ -14,7 +22,7 @@ _FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "in
 def matrix_rate(machine: Machine, dtype: str) -> float:
     """Flop/s of short matrix products of ``dtype``; ``MachineError`` if neither it nor its substitute is listed.
 
-    For the rate under a long load see :mod:`costmodel.gpu.power`.
+    For the rate under a long load see :func:`long_load_share`.
     """
     dtype = stand_in(machine, dtype)
     machine.peak_flops(dtype, 1)
@@ -92,3 +100,44 @@ def latency(machine: Machine, level: int) -> float:
 def kernel_floor(machine: Machine) -> float:
     """Seconds of the shortest kernel."""
     return machine.region_seconds(1)
+
+
+# A benchmark repeats each kernel a few dozen times: shorter kernels finish before the clock drops; after this many
+# doublings it has dropped fully. aiconfigurator gemm_perf, 99th percentile of the rate by duration: H200 911 TFLOP/s up
+# to 0.7 ms and 784 from 2 ms on, A100 272 and 257; NeuSight op_latency, T4 and P4, median rate 0.3 ms to 10 ms.
+_FROM_SECONDS, _DOUBLINGS = 5e-4, 2.0
+_LIMITED_FROM_SECONDS, _LIMITED_DOUBLINGS = 3e-4, 5.0
+
+
+def long_load_share(machine: Machine, dtype: str) -> float:
+    """Ratio of the rate of a long load of products of ``dtype`` to that of a burst, at most 1."""
+    known = machine.compute.get(stand_in(machine, dtype))
+    return 1.0 if known is None or known.burst is None else min(known.sustained.at(1) / known.burst, 1.0)
+
+
+def long_load_shares(machine: Machine, dtypes: Sequence[str]) -> np.ndarray:
+    """:func:`long_load_share` of each of ``dtypes``."""
+    shares = {dtype: long_load_share(machine, dtype) for dtype in dict.fromkeys(dtypes)}
+    return np.array([shares[dtype] for dtype in dtypes])
+
+
+def burst_clock(machine: Machine, dtype: str) -> float:
+    """Share of the boost clock at which a burst of ``dtype`` runs: below 1 on cards that are power-limited at once."""
+    name = stand_in(machine, dtype)
+    known = machine.compute.get(name)
+    if known is None or known.datasheet is None:
+        return 1.0
+    ceiling = unthrottled_share(name, machine.chip().lanes)
+    return float(min(1.0, matrix_rate(machine, dtype) / (known.datasheet * ceiling)))
+
+
+def benchmark_clock(seconds: np.ndarray, long_load: np.ndarray | float, machine: Machine) -> np.ndarray:
+    """Clock, relative to a burst's, at which kernels of ``seconds`` (at that clock) run in a repeated benchmark.
+
+    ``long_load``: :func:`long_load_share` of each.
+    """
+    limited = machine.chip().power_limited
+    start = _LIMITED_FROM_SECONDS if limited else _FROM_SECONDS
+    doublings = np.log2(np.maximum(seconds, start) / start) / (_LIMITED_DOUBLINGS if limited else _DOUBLINGS)
+    sunk = 1 / long_load - 1
+    return np.asarray(1 / (1 + sunk * np.minimum(doublings, 1.0)))

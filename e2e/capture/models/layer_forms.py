@@ -87,11 +87,11 @@ class Caster:
 
     ``share``: number of micro-batches of a step over which the cast of a kept weight is spread evenly. ``by_expert``:
     the products of a mixture are one launch per expert, and so are its casts, unless their scale is known before (one
-    kernel then casts the rows of all experts). ``weights_arrive``: weights of linear layers are gathered in 8 bits.
+    kernel then casts the rows of all experts).
     """
 
-    def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False, weights_arrive: bool = False) -> None:
-        self.recipe, self.share, self.by_expert, self.weights_arrive = recipe, share, by_expert, weights_arrive
+    def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False) -> None:
+        self.recipe, self.share, self.by_expert = recipe, share, by_expert
         self._last: tuple[Any, Any] = (None, None)
 
     def activations(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,12 +105,6 @@ class Caster:
 
     def weight(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return :meth:`operands` of the weight (n, k) of a linear layer."""
-        if self.weights_arrive:
-            # The same memory viewed as a type of half the size: no kernel, and no additional tensor is kept.
-            turned = given.stride(-1) != 1
-            rows = given.detach().t() if turned else given.detach()
-            narrow = rows.view(_EIGHT)[..., : rows.shape[-1]]
-            return (narrow.t() if turned else narrow), None
         return self.operands(given, self.share if self.recipe.weights_kept else 1)
 
     def operands(
@@ -178,8 +172,7 @@ class ScaledLinear(torch.autograd.Function):
         if not caster.recipe.both:
             # torchao keeps the wide operands and casts them again, also the gradient, along the other dimension.
             if of_input:
-                # Cast again along the other dimension, or transposed if gathered in 8 bits.
-                second = caster.weight(second)[0].contiguous() if caster.weights_arrive else caster.operands(second)[0]
+                second, _ = caster.operands(second)
             if of_weight:
                 first, _ = caster.operands(first)
                 turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
@@ -231,7 +224,6 @@ def convert_to_8_bits(
         if any(extent % _UNIT for extent in module.weight.shape):  # type: ignore[union-attr]
             continue
         module.forward = _linear(module, caster, kind == "Conv1D")
-        module.eight_bits = True  # type: ignore[assignment]
         converted += 1
     return converted
 
@@ -310,7 +302,7 @@ def apply_forms(
     by_expert = stack_of(options.stack).by_expert
     products: Products = products_by_expert if by_expert else grouped_products
     if recipe is not None:
-        caster = Caster(recipe, micro_batches, by_expert, options.weights_arrive)
+        caster = Caster(recipe, micro_batches, by_expert)
         if not convert_to_8_bits(model, caster):
             raise InputError(
                 f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16; "

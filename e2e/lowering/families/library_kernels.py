@@ -1,5 +1,5 @@
 """Fused kernels of training libraries, one launch each: of stacks (:mod:`e2e.capture.models.stacks`), Megatron-LM
-(:mod:`e2e.parallelism.layers.megatron_layers`), mixtures of experts (:mod:`e2e.capture.models.expert_layers`) and
+(:mod:`lab.steps.megatron_gpt`), mixtures of experts (:mod:`e2e.capture.models.expert_layers`) and
 FSDP2.
 
 Experts: a token is read once for all its experts (its copies are written from registers), and its outputs are summed in

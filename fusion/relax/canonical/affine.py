@@ -79,17 +79,8 @@ def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndar
     """Return a constant with one value per output channel (or one for all) as (channels,) in double precision; else
     None.
     """
-    array = graph.constant(expr)
     shape = static_shape(affine.call)
-    if array is None or shape is None or array.ndim > len(shape):
-        return None
-    axis = 1 if affine.is_convolution else len(shape) - 1
-    sizes = (1,) * (len(shape) - array.ndim) + array.shape
-    if any(size != 1 for position, size in enumerate(sizes) if position != axis):
-        return None
-    if sizes[axis] not in (1, affine.channels):
-        return None  # one channel broadcast to several
-    return np.broadcast_to(array.reshape(-1).astype(np.float64), (affine.channels,))
+    return None if shape is None else graph.along(expr, shape, 1 if affine.is_convolution else len(shape) - 1)
 
 
 def _rebuild(affine: Affine, graph: Definitions, scale: np.ndarray | None, bias: np.ndarray) -> relax.Expr:
@@ -226,7 +217,7 @@ def match_scaled(expr: relax.Expr, axis: int, graph: Definitions, shared: bool =
     steps: list[tuple[str, np.ndarray]] = []
     while shared or graph.has_single_user(expr):
         call = graph.call(expr, "relax.add", "relax.multiply")
-        constant = None if call is None else _along(call.args[1], shape, axis, graph)
+        constant = None if call is None else graph.along(call.args[1], shape, axis)
         if call is None or constant is None or static_shape(call.args[0]) != shape or _is_bias(call, graph):
             break
         steps.append((call.op.name, constant))
@@ -246,17 +237,6 @@ def _is_bias(call: relax.Call, graph: Definitions) -> bool:
     """
     layer = graph.call(call.args[0], MATMUL, *CONVOLUTIONS)
     return layer is not None and graph.constant(layer.args[1]) is not None and graph.has_single_user(call.args[0])
-
-
-def _along(expr: relax.Expr, shape: tuple[int, ...], axis: int, graph: Definitions) -> np.ndarray | None:
-    """Return a constant that varies only along ``axis`` as a vector; else None."""
-    array = graph.constant(expr)
-    if array is None or array.ndim > len(shape):
-        return None
-    sizes = (1,) * (len(shape) - array.ndim) + array.shape
-    if any(size != 1 for position, size in enumerate(sizes) if position != axis):
-        return None
-    return np.broadcast_to(array.reshape(-1).astype(np.float64), (shape[axis],))
 
 
 def fold_into_convolution(call: relax.Call, graph: Definitions) -> relax.Expr | None:

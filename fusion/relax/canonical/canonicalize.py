@@ -15,7 +15,7 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
 - convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows become
   the largest of them; convolutions of one tensor with one window are one; other concatenations of convolutions have
   scales, shifts and activations in their parts;
-- activations of ``x``:
+- activations of ``x`` (others are recognised by their values, :mod:`fusion.relax.epilogue`, and need no rule):
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants

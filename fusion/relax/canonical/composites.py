@@ -363,13 +363,9 @@ def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | Non
     scale, shift = graph.constant(norm.args[1]), graph.constant(norm.args[2])
     if shape is None or axis is None or scale is None or shift is None or static_shape(call) != shape:
         return None
-    constant = graph.constant(call.args[1])
-    if constant is None or constant.ndim > len(shape):
+    vector = graph.along(call.args[1], shape, axis)
+    if vector is None:
         return None
-    sizes = (1,) * (len(shape) - constant.ndim) + constant.shape
-    if any(size != 1 for position, size in enumerate(sizes) if position != axis):
-        return None
-    vector = np.broadcast_to(constant.reshape(-1), (shape[axis],)).astype(np.float64)
     new = [constant_of(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
     return relax.Call(norm.op, [norm.args[0], *new], norm.attrs)
 

@@ -17,20 +17,11 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of
+from fusion.relax.canonical.rewriter import BINARY, UNARY, Definitions, RuleTable, constant_of
 
 # Kernels unroll the taps of a row and loop over the rows: longer windows are placed along a column.
 LONGEST_ROW = 11
 _FRAMES_BEHIND_CHANNELS = (0, 2, 1, 3, 4)
-_UNARY = (
-    *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
-    *("relax.nn.softplus", "relax.clip", "relax.sigmoid", "relax.tanh", "relax.erf", "relax.exp", "relax.negative"),
-    *("relax.sqrt", "relax.rsqrt", "relax.log", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
-)
-_BINARY = (
-    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
-    "relax.power",
-)
 _CONV = "relax.nn.conv2d"
 
 
@@ -429,6 +420,6 @@ RANK_RULES: RuleTable = {
     "relax.mean": (sink_reduction,),
     "relax.max": (sink_reduction,),
     "relax.concat": (sink_concat,),
-    **dict.fromkeys(_UNARY, (sink_unary,)),
-    **dict.fromkeys(_BINARY, (sink_binary,)),
+    **dict.fromkeys(UNARY, (sink_unary,)),
+    **dict.fromkeys(BINARY, (sink_binary,)),
 }

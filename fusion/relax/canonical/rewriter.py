@@ -21,6 +21,16 @@ from fusion.relax.bindings import constant_array
 
 # Limit of rewrites of one call. Rules only ever make a form simpler; a longer chain is a bug in the rules.
 MAX_REWRITES = 64
+# Element-wise operators of one tensor, and of two.
+UNARY = (
+    *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
+    *("relax.nn.softplus", "relax.clip", "relax.sigmoid", "relax.tanh", "relax.erf", "relax.exp", "relax.negative"),
+    *("relax.sqrt", "relax.rsqrt", "relax.log", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
+)
+BINARY = (
+    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
+    "relax.power",
+)
 # Operators that rules look through, to the tensor that is viewed.
 _VIEWS = frozenset({"relax.permute_dims", "relax.reshape"})
 
@@ -74,6 +84,20 @@ class Definitions:
             elif isinstance(value, relax.TupleGetItem):
                 left.append(value.tuple_value)
         return True
+
+    def along(self, expr: relax.Expr, shape: tuple[int, ...], axis: int) -> np.ndarray | None:
+        """Return a constant that varies at most along ``axis`` of a tensor of ``shape``, as a vector (``shape[axis]``,)
+        in double precision; None for any other operand.
+        """
+        array = self.constant(expr)
+        if array is None or array.ndim > len(shape):
+            return None
+        sizes = (1,) * (len(shape) - array.ndim) + array.shape
+        if any(size != 1 for position, size in enumerate(sizes) if position != axis):
+            return None
+        if sizes[axis] not in (1, shape[axis]):
+            return None  # one channel broadcast to several
+        return np.broadcast_to(array.reshape(-1).astype(np.float64), (shape[axis],))
 
     def scalar(self, expr: relax.Expr) -> float | None:
         """Return the number behind ``expr`` if it is a constant with one element, or an immediate, else None."""

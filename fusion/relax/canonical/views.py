@@ -17,7 +17,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, RuleTable, constant_of
+from fusion.relax.canonical.rewriter import BINARY, UNARY, Definitions, RewriteRule, RuleTable, constant_of
 
 # Operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _CONSTANT_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -65,12 +65,6 @@ CONSTANT_RULES: RuleTable = {
     **dict.fromkeys(_CONSTANT_RESHAPES, (reshape_constant,)),
     **{name: (_constant_binary(function),) for name, function in _CONSTANT_BINARY.items()},
 }
-
-
-_BINARY = (
-    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
-    "relax.power",
-)
 
 
 def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -161,18 +155,13 @@ SHAPE_RULES: RuleTable = {
     "relax.astype": (drop_cast,),
     "relax.concat": (single_concat,),
     "relax.take": (bounded_take,),
-    **dict.fromkeys(_BINARY, (drop_broadcast,)),
+    **dict.fromkeys(BINARY, (drop_broadcast,)),
     "TupleGetItem": (drop_dropout, open_tuple),
 }
 
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
 _FIRST = (0, 3, 1, 2)  # NHWC to NCHW
-_UNARY = (
-    *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.clip", "relax.sigmoid"),
-    *("relax.nn.leakyrelu", "relax.nn.softplus", "relax.tanh", "relax.erf", "relax.exp", "relax.log", "relax.negative"),
-    *("relax.sqrt", "relax.rsqrt", "relax.square", "relax.abs"),
-)
 _REDUCTIONS = {
     "relax.mean": relax.op.mean,
     "relax.max": relax.op.max,
@@ -377,7 +366,7 @@ def lift_transposition(call: relax.Call, graph: Definitions) -> relax.Expr | Non
     """
     if _axes(call) != _FIRST or static_shape(call) is None or not graph.has_single_user(call.args[0]):
         return None
-    before = graph.call(call.args[0], "relax.nn.pad", *_BINARY)
+    before = graph.call(call.args[0], "relax.nn.pad", *BINARY)
     if before is None:
         return None
     if before.op.name == "relax.nn.pad":
@@ -395,8 +384,8 @@ def lift_transposition(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 CHANNELS_LAST_RULES: RuleTable = {
     "relax.permute_dims": (join_transpositions, lift_transposition),
-    **dict.fromkeys(_UNARY, (sink_unary,)),
-    **dict.fromkeys(_BINARY, (sink_binary,)),
+    **dict.fromkeys(UNARY, (sink_unary,)),
+    **dict.fromkeys(BINARY, (sink_binary,)),
     **dict.fromkeys(_REDUCTIONS, (sink_reduction,)),
     "relax.nn.prelu": (sink_slopes,),
     "relax.nn.layer_norm": (sink_norm,),

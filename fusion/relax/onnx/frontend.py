@@ -41,9 +41,8 @@ from fusion.relax.kernels.resize import resize_matrix
 from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_RESIZE, BYTE_TABLE, BYTE_WINDOW
 from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, with_integer_layers
 from fusion.relax.onnx.model_file import opset_of
-from fusion.relax.onnx.quantised_rewrites import with_zero_points
+from fusion.relax.onnx.quantised_rewrites import padding_before, with_zero_points
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
-from fusion.relax.onnx.transposed_layers import padding_before
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -38,9 +38,9 @@ from fusion.relax.onnx.quantised_rewrites import (
     bring_steps_to_layers,
     remove_signs,
     share_equal_steps,
+    split_transposed,
     transpose_weights,
 )
-from fusion.relax.onnx.transposed_layers import split_transposed
 from schedules.contract.template import QuantisedAddition, Requantisation
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def layers_in_floats(model: ModelProto) -> tuple[FloatLayer, ...]:
     return tuple(FloatLayer(node.name, _reason(tensors, shapes, node)) for node in layers)
 
 
-def told_in_floats(layers: Sequence[FloatLayer]) -> list[str]:
+def float_layer_notes(layers: Sequence[FloatLayer]) -> list[str]:
     """Return a sentence for each reason, the most frequent first."""
     found: dict[str, list[str]] = {}
     for layer in layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.base import output_files
 from costmodel.base.errors import OutputError
 from costmodel.base.output_files import LOCK, lock_folder
 
@@ -62,16 +62,14 @@ def test_a_folder_that_was_made_for_the_lock_goes_with_it_unless_it_is_used(tmp_
 
 def test_who_waited_for_a_lock_that_was_taken_away_takes_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its file was opened before the holder took it away, and locked afterwards: two would hold two files."""
-    opened = output_files._opened
-    first = lock_folder(tmp_path, "results")
+    first, locked = lock_folder(tmp_path, "results"), fcntl.flock
 
-    def too_early(path: Path, what: str):
-        monkeypatch.setattr(output_files, "_opened", opened)
-        file = opened(path, what)
+    def too_late(*arguments: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", locked)
         first.close()
-        return file
+        locked(*arguments)
 
-    monkeypatch.setattr(output_files, "_opened", too_early)
+    monkeypatch.setattr(fcntl, "flock", too_late)
     with lock_folder(tmp_path, "results"), pytest.raises(OutputError, match="another process"):
         lock_folder(tmp_path, "results")
 

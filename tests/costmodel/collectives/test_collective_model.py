@@ -12,19 +12,17 @@ from costmodel.collectives import CollectiveModel, collective_cost_model
 from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
-    Knots,
     Margins,
     adds,
     calibrations,
     calibrations_for,
     read_calibration,
     tiers_of,
-    version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import curve_of
 from costmodel.collectives.physics import can_reduce
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.machines.cluster_file import cluster_files
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveTransfer
 from costmodel.operators.device_work import Gemm
@@ -47,7 +45,7 @@ def one(model, *arguments, **keywords):
 def calibration(machine="dgx-h100", gpu="h100-sxm", sweeps=(("2.20", "all_reduce", 8, 1, 1e-5),), topology="switch"):
     """Every sweep takes as many seconds for 1 KiB as given, and 1 ms more per MiB."""
     made = [
-        CollectiveSweep(nccl, kind, ranks, nodes, Knots((1024.0, float(MIB)), (start, start + 1e-3)))
+        CollectiveSweep(nccl, kind, ranks, nodes, (1024.0, float(MIB)), (start, start + 1e-3))
         for nccl, kind, ranks, nodes, start in sweeps
     ]
     return Calibration(machine, gpu, topology, tuple(made), {"all_reduce": Margins(0.05, 0.15)}, {})
@@ -136,14 +134,14 @@ def test_the_version_asked_for_or_the_newest_before_it():
 
     assert latency("") == latency("2.20.1") == pytest.approx(1e-5)
     assert latency("2.19") == latency("2.9.6") == latency("2.1") == pytest.approx(3e-5)
-    assert sorted(["2.27.3", "", "2.9"], key=version_key) == ["", "2.9", "2.27.3"]
+    assert sorted(["2.27.3", "", "2.9"], key=nccl_version) == ["", "2.9", "2.27.3"]
 
 
 def test_a_curve_is_analysed_with_the_algorithms_of_its_own_version():
     cluster = load_cluster("dgx-h100", 512, 64)  # newest NCCL: one GPU per node gathers in aggregated trees
-    knots = Knots((float(MIB),), (1e-2,))
-    old, new = (curve_of(CollectiveSweep(nccl, "all_gather", 64, 64, knots), cluster) for nccl in ("2.20.5", "2.23.4"))
-    assert new.start < 0.8 * old.start and curve_of(CollectiveSweep("", "all_gather", 64, 64, knots), cluster) == new
+    knots = (float(MIB),), (1e-2,)
+    old, new = (curve_of(CollectiveSweep(nccl, "all_gather", 64, 64, *knots), cluster) for nccl in ("2.20.5", "2.23.4"))
+    assert new.start < 0.8 * old.start and curve_of(CollectiveSweep("", "all_gather", 64, 64, *knots), cluster) == new
 
 
 def test_sharing_at_full_rate_takes_as_many_times_as_long():
@@ -164,7 +162,7 @@ def test_files_round_trip_and_corrupt_ones_are_named(tmp_path):
     path = write_calibration(calibration(), tmp_path)
     assert read_calibration(path) == calibration()
     path.write_text(path.read_text().replace("all_reduce", "all_produce"))
-    with pytest.raises(InputError, match=r"collectives\.json: corrupt .*all_produce"):
+    with pytest.raises(InputError, match=r"collectives\.json: corrupt .*sweeps.0.kind"):
         read_calibration(path)
 
 
@@ -271,14 +269,14 @@ def test_another_gpus_curves_in_its_own_cycles():
 def test_odd_numbers_of_gpus_on_a_mesh_take_the_rings_there_are():
     model = model_of("v100-sxm2-32gb")[1]
     rates = {n: 2 * (n - 1) / n * 256 * MIB / one(model, "all_reduce", 256 * MIB, n).seconds for n in range(2, 9)}
-    assert rates[5] < rates[6] < rates[4] < rates[7] < rates[8]
+    assert rates[6] < rates[4] < rates[7] < rates[8] and rates[5] == pytest.approx(rates[6], rel=0.1)
     assert rates[6] == pytest.approx(2 * 22.5e9, rel=0.1) and rates[7] == pytest.approx(4 * 22.5e9, rel=0.1)
 
 
 def test_of_another_system_every_version_counts_until_one_is_asked_for(tmp_path):
     """Starts of 30 and 10 us with two versions: own: the newest; else their mean, or the one asked for."""
     sweeps = tuple(
-        CollectiveSweep(version, "all_reduce", 8, 1, Knots((1024.0, float(1 << 28)), (start, start + 1e-3)))
+        CollectiveSweep(version, "all_reduce", 8, 1, (1024.0, float(1 << 28)), (start, start + 1e-3))
         for version, start in (("2.23", 3e-5), ("2.29", 1e-5))
     )
     measured = Calibration("h100-sxm", "h100-sxm", "switch", sweeps, {}, {})

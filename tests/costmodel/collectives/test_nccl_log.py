@@ -41,14 +41,6 @@ NCCL version 2.7.8+cuda11.0
 #        (B)    (elements)                     (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
         1024           256   float     sum    15.00    0.07    0.10  1e-07    14.00    0.07    0.10  1e-07
 """
-PARAM = """\
-Hello from Rank 0: [Rank   0] host eos0031, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-Hello from Rank 8: [Rank   8] host eos0032, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-
-\tCOMMS-RES      size (B)  nElementsPerRank   Latency(us):p50         p75         p95         Min         Max    AlgBW(GB/s) BusBW(GB/s)
-\tCOMMS-RES-all_to_all        1048576            16384              98.5       101.2       110.0        90.1       120.7         10.645       9.980    0.00000
-\tCOMMS-RES-all_reduce-float32        2048    512    30.0   31.0   32.0   29.0   33.0   0.068   0.128
-"""  # noqa: E501
 
 
 @pytest.fixture
@@ -69,7 +61,6 @@ def test_new_columns_of_nccl_tests(log):
     ]
     assert [row.seconds for row in rows] == pytest.approx([45.33e-6, 10257e-6])
     assert {row.nccl for row in rows} == {"2.27.3"}
-    assert read_log(log(NEW), Given(in_place=True))[1].seconds == pytest.approx(38.3e-6)
 
 
 def test_old_columns_of_nccl_tests_take_the_kind_from_the_files_name(log):
@@ -85,15 +76,6 @@ def test_several_runs_in_a_file(log):
     two = NEW + NEW.replace("all_gather_perf", "sendrecv_perf").replace("gpu-2", "gpu-1")
     rows = read_log(log(two))
     assert rows[-1].transfer == CollectiveTransfer("send_recv", 16384, 2, 1) and len(rows) == 4
-
-
-def test_output_of_param(log):
-    rows = read_log(log(PARAM))
-    assert [row.transfer for row in rows] == [
-        CollectiveTransfer("all_to_all", 1048576, 16, 2),
-        CollectiveTransfer("all_reduce", 2048, 16, 2),
-    ]
-    assert [row.seconds for row in rows] == pytest.approx([98.5e-6, 30e-6])
 
 
 def test_what_launchers_put_before_lines_is_taken_off(log):
@@ -137,7 +119,6 @@ def test_json_of_nccl_tests(log):
     # One process of four GPUs on each of two hosts.
     assert row.transfer == CollectiveTransfer("reduce_scatter", 4096, 8, 2)
     assert (row.seconds, row.nccl) == (pytest.approx(40.5e-6), "2.28.3")
-    assert read_log(log(json.dumps(JSON)), Given(in_place=True))[0].seconds == pytest.approx(39.5e-6)
     sized = json.dumps(JSON).replace('"size": 4096', '"size": 4096, "count": "COUNT", "type": "float"')
     wrong = json.dumps(JSON).replace('"nwrong": 0.0', '"nwrong": 3.0')
     for text, message in (
@@ -151,16 +132,6 @@ def test_json_of_nccl_tests(log):
     ):
         with pytest.raises(InputError, match=message):
             read_log(log(text))
-
-
-def test_forms_and_tags_of_param(log):
-    forms = PARAM.replace("-all_reduce-float32 ", "-all_gather_base-bfloat16-night-run ").replace(
-        "RES-all_to_all ", "RES-all_to_allv-float32 "
-    )
-    assert [row.transfer for row in read_log(log(forms))] == [
-        CollectiveTransfer("all_to_all", 1048576, 16, 2),
-        CollectiveTransfer("all_gather", 128, 16, 2),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +159,7 @@ def test_what_a_log_lacks_is_said(log, text, message):
         read_log(log(text))
 
 
-@pytest.mark.parametrize(("text", "name"), [(NEW, "log.txt"), (PARAM, "log.txt"), (json.dumps(JSON), "log.json")])
+@pytest.mark.parametrize(("text", "name"), [(NEW, "log.txt"), (json.dumps(JSON), "log.json")])
 def test_a_collective_that_the_log_contradicts_is_refused(log, text, name):
     with pytest.raises(InputError, match=r"ran, and --collective says broadcast; leave --collective out"):
         read_log(log(text, name), Given("broadcast"))
@@ -220,7 +191,7 @@ def test_fit_says_what_it_understood_and_what_it_replaces(log, capsys, user_mach
     heard = capsys.readouterr().err
     assert heard.count("all_reduce among 4 ranks on 2 node(s), NCCL 2.7.8: 1 sizes") == 2 and "replaced" not in heard
     known = read_calibration(user_machines / "calibration" / "dgx-h100" / "collectives.json")
-    assert known.sweeps[0].knots.sizes == (1024.0, 2048.0)  # of both files, whose names are alike
+    assert known.sweeps[0].sizes == (1024.0, 2048.0)  # of both files, whose names are alike
     assert known.provenance["logs"] == dict.fromkeys(logs, 1)
     assert main(["fit", "--nccl-log", logs[1], "--machine", "dgx-h100"]) == 0
     assert "replaced; to keep what was in it" in capsys.readouterr().err

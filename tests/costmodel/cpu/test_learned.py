@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import costmodel.cpu.learned_residual
-from costmodel.base.errors import InputError, OutputError
 from costmodel.cost_model import Measurement
 from costmodel.cpu.boosted_trees import (
     DTYPE_COLUMNS,
@@ -63,7 +62,7 @@ def regret(model, operator, tries=5):
 
 @pytest.fixture
 def model(toy):
-    return ResidualModel(RooflineModel(toy, 1), key="toy/threads=1")
+    return ResidualModel(RooflineModel(toy, 1))
 
 
 @pytest.fixture
@@ -144,38 +143,6 @@ def test_knobs_may_be_missing_or_new(trained):
     order = trained.rank(UNSEEN, [{"blocks": 2, "columns": 14}, {"blocks": 1, "columns": 1, "prefetch": 3}])
     assert sorted(order) == [0, 1]
     assert trained.rank(UNSEEN, []) == [] and trained.predict(UNSEEN, []) == []
-
-
-def test_saved_models_predict_the_same(trained, tmp_path, toy):
-    trained.save(tmp_path / "new")
-    restored = ResidualModel(RooflineModel(toy, 1), key="toy/threads=1")
-    restored.load(tmp_path / "new")
-    assert restored.rank(UNSEEN, SPACE) == trained.rank(UNSEEN, SPACE)
-    assert restored.predict(UNSEEN, SPACE[:5]) == trained.predict(UNSEEN, SPACE[:5])
-    provenance = json.loads((tmp_path / "new" / "residual-model.json").read_text())["provenance"]
-    assert (provenance["measurements"], provenance["operators"]) == (160, 4)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "measurements": [{"seconds": 1}]}', b"\xff\xfe"],
-)
-def test_a_corrupt_file_is_named(model, tmp_path, text):
-    path = tmp_path / "residual-model.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError, match=r"residual-model\.json: corrupt .*delete it to learn anew"):
-        model.load(tmp_path)
-
-
-def test_files_of_another_key_or_none_are_refused(trained, tmp_path, toy):
-    with pytest.raises(InputError, match="cannot be read"):
-        trained.load(tmp_path)
-    trained.save(tmp_path)
-    with pytest.raises(InputError, match="was learned on 'toy/threads=1', not on 'other'"):
-        ResidualModel(RooflineModel(toy, 1), key="other").load(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"):
-        trained.save(tmp_path / "file")
 
 
 def test_without_xgboost_the_analytic_model_answers(toy, monkeypatch):

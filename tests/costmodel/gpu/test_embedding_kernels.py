@@ -15,7 +15,7 @@ from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.lookups import LookupKernels, entries_of, reuse_of, stages_of
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.lookups import EmbeddingLookup, IndexStatistics, TableLookup, zipf
-from lab.bench.embedding_kernels import FILE, MACHINE, read_dlrm_trace
+from lab.bench.unseen_kernels import FILE, MACHINE, read_dlrm_trace
 from lab.data.data_folder import data_folder
 
 DATA = data_folder()

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.power import (
-    BURST_CLOCK,
-    LONG_LOAD,
-    MEMORY_POWER,
-    PRICED_CLOCK,
-    STEP_CLOCK,
-    benchmark_clock,
-    long_load_share,
-    memory_power,
-    step_clock,
-)
+from costmodel.gpu.families.rates import benchmark_clock, long_load_share
+from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, MEMORY_POWER, PRICED_CLOCK, STEP_CLOCK, memory_power, step_clock
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.power_law import VOLTAGE_FLOOR, clock_at, power_at, share_at_limit
 from costmodel.operators.device_work import Elementwise, Gemm
@@ -36,6 +27,7 @@ def copy(seconds: float) -> Estimate:
     return Estimate(seconds, 0.8 * seconds, 1.2 * seconds, "memory:DRAM")
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 1.0))
 def test_the_clock_is_the_inverse_of_the_power(clock):
     assert clock_at(power_at(clock)) == pytest.approx(clock)
@@ -58,6 +50,7 @@ def test_products_that_fill_their_units_less_draw_less():
     assert step_clock([half], [1]) == pytest.approx(clock_at(power_at(0.8) / 0.7))
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e3), st.floats(1e-6, 1e3), st.floats(0.4, 1.0), st.floats(0.4, 1.0))
 def test_the_clock_of_a_step_lies_between_a_long_load_and_a_burst(memory, arithmetic, long_load, burst):
     clock = step_clock([copy(memory), product(arithmetic, long_load, burst)], [1, 1])

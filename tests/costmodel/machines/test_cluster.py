@@ -158,11 +158,6 @@ def test_mistakes_in_a_file_are_named(tmp_path, change, message):
         load_cluster(path, 4)
 
 
-def test_nodes_that_a_group_touches():
-    cluster = load_cluster("h100-sxm", 32)
-    assert [cluster.nodes_of(*group) for group in ((8, 1), (16, 1), (4, 8), (2, 1), (2, 8))] == [1, 2, 4, 1, 2]
-
-
 def test_every_node_that_an_answer_names_can_be_looked_up():
     for gpu in (name for name, path in machine_files().items() if path.parent.name == "gpu"):
         try:

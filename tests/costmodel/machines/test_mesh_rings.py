@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from costmodel.base.errors import MachineError
-from costmodel.machines.cluster import RELAYED_SHARE, load_cluster, ring_links
+from costmodel.machines.cluster import load_cluster, ring_links
 from costmodel.machines.cluster_file import cluster_files, read_cluster
 
 SQUARE = ((0, 1, 1), (1, 2, 1), (2, 3, 1), (0, 3, 1))
@@ -17,23 +17,13 @@ def test_rings_by_hand():
     assert ring_links(FULL, (0, 1, 2, 3)) == 2  # a second one would need one of its links again
     assert ring_links(tuple((a, b, 2) for a, b, _ in FULL), (0, 1, 2, 3)) == 6
     assert ring_links(FULL, (0, 1, 2)) == 2
-
-
-def test_a_hop_through_a_third_gpu_where_no_ring_closes():
-    star = ((0, 1, 2), (1, 2, 2))
-    assert ring_links(star, (0, 1, 2), relays=False) == 0
-    assert ring_links(star, (0, 1, 2)) == pytest.approx(2 * RELAYED_SHARE)  # 0 to 1 to 2, and back through 1
-    assert ring_links(((0, 1, 1), (1, 2, 1)), (0, 1, 2)) == 0  # the way back would need the same links
+    assert ring_links(((0, 1, 2), (1, 2, 2)), (0, 1, 2)) == 0
 
 
 def test_the_cube_mesh_of_a_dgx_1():
     """Rings of the first GPUs of eight V100, of six links each; vTrain measured 2, 4 and 8 of them."""
-    shares = dict(load_cluster("dgx-1v", 8).usable)
-    assert {count: round(6 * share, 3) for count, share in shares.items()} == {
-        2: 1, 3: 2, 4: 4, 5: 2 * RELAYED_SHARE, 6: 2, 7: 4, 8: 6
-    }  # fmt: skip
-    old = dict(load_cluster("dgx-1v", 8, nccl="2.8.4").usable)  # five GPUs have no ring: over PCIe
-    assert old[5] == pytest.approx(12.3 / 135, rel=0.01) and old[6] == shares[6]
+    shares = {count: round(6 * share, 3) for count, share in load_cluster("dgx-1v", 8).usable}
+    assert shares == {2: 1, 3: 2, 4: 4, 5: 2, 6: 2, 7: 4, 8: 6}  # five GPUs have no ring
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ from costmodel.base.errors import InputError, OutputError
 from costmodel.commands.cli import main
 from costmodel.measure import suites
 from costmodel.measure.device import (
-    Profile,
     TimingEffort,
     failure_line,
-    profile_call,
     time_call,
 )
 from costmodel.measure.kernel_suite import COLUMNS, DRAWS, MeasuredCase, kernel_cases, measure_cases
@@ -186,9 +184,8 @@ def test_a_table_is_resumed_without_its_cut_off_line_and_only_on_its_device(tmp_
 
 def test_overheads_have_primitives_and_pairs_of_steps_with_traces(tmp_path, monkeypatch):
     from costmodel.measure import overhead_suite as overheads
-    from costmodel.measure import small_models
 
-    monkeypatch.setattr(small_models, "MODELS", {"mlp": small_models.MODELS["mlp"]})
+    monkeypatch.setattr(overheads, "MODELS", {"mlp": overheads.MODELS["mlp"]})
     rows = {row["quantity"]: row for row in rows_of(measure_overheads(CPU, tmp_path, TimeBudget(1), False, quiet))}
     assert list(rows) == ["host launch", "kernel floor", "synchronize", "item", "step mlp", "profiled step mlp"]
     assert float(rows["host launch"]["median_s"]) < float(rows["step mlp"]["median_s"])
@@ -203,11 +200,6 @@ def test_a_trace_for_which_there_is_no_room_is_told():
     one = torch.ones(1)
     with pytest.raises(OutputError, match="/dev/full: cannot be written .*No space left"):
         traced_seconds(lambda: one.add_(1), CPU, 1, Path("/dev/full"))
-
-
-def test_a_cpu_needs_no_profiler(monkeypatch):
-    monkeypatch.setattr("torch.profiler.profile", None)
-    assert profile_call(lambda: None, CPU) == Profile(0.0, 0)
 
 
 def write_measured(directory, operators, seconds):
@@ -292,8 +284,3 @@ def test_the_command_writes_the_table_and_resumes_it(capsys, tmp_path):
     assert rows_of(tmp_path / "kernels.csv") and "operators measured" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 0
     assert (tmp_path / "kernels.csv").read_text().startswith(first)
-
-
-def test_whole_models_are_measured_by_the_other_command(tmp_path, capsys):
-    assert main(["measure", "--suite", "models", "-o", str(tmp_path), "--device", "cpu"]) == 2
-    assert "whole models: `python -m e2e measure`" in capsys.readouterr().err

@@ -60,9 +60,9 @@ def printed(*words: object) -> dict:
     [
         (("--model", "gpt2", "--batch-size", 2, "--sequence-length", 32, "--dtype", "bfloat16", "--compile"),
          {"model": "gpt2", "batch_size": 2, "sequence_length": 32, "dtype": "bfloat16", "compile": True}),
-        (("--model", "gpt2", "--parallel", "tp=2", "--gpus", 4, "--sequence-length", 32, "--skew", "spread=0.1,seed=2"),
+        (("--model", "gpt2", "--parallel", "tp=2", "--gpus", 4, "--sequence-length", 32, "--speed-spread", "0.1"),
          {"model": "gpt2", "parallel": e2e.ParallelSpec(dp=2, tp=2), "gpus": 4, "sequence_length": 32,
-          "skew": "spread=0.1,seed=2"}),
+          "speed_spread": 0.1}),
     ],
     ids=["one gpu", "spread"],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from e2e.explain.prediction import Prediction
 from e2e.step.execution_graph import AUTOGRAD as AUTOGRAD_THREAD
 from e2e.step.execution_graph import Await, CallInfo, Duration, Signal
 from e2e.step.operator_trace import MarkedCall, Phase, settled_phases
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.recorded_traces import AUTOGRAD, Profile

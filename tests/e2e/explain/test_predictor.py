@@ -9,8 +9,7 @@ import pytest
 from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
 from e2e.lowering.lower_trace import lower_step
-from e2e.report.text_report import launches
-from e2e.simulate.skew import Skew
+from e2e.report.tables import launches
 from e2e.step.memory import MemoryUsage
 from e2e.step.options import StepOptions
 from tests.e2e.drawn_graphs import Drawing, together
@@ -123,7 +122,6 @@ def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatc
     assert large[2] == small[2]
     late = run(settling_late())
     assert late[:2] == (6, 4) and late[2].iteration_seconds == pytest.approx(20)
-    assert run(reduced((10.0, 16.0)), skew=Skew({1: 5.0}))[0] == 6
 
 
 def test_iterations_that_differ_are_told_of_by_how_much(monkeypatch):

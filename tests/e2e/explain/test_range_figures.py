@@ -10,7 +10,6 @@ import pytest
 from e2e.explain.breakdowns import range_figures
 from e2e.explain.critical_path import critical_path
 from e2e.report.html_report import page
-from e2e.report.step_tracks import timeline_data
 from e2e.report.text_report import render
 from e2e.report.timeline_export import trace_events
 from e2e.simulate.simulator import simulate
@@ -104,6 +103,3 @@ def test_tables_and_page_show_them(capsys):
         assert "a backward operator counts for the ranges of its forward operator" in text
     (row,) = (row for row in json.loads(json.dumps(result.prediction.to_json()))["ranges"] if "back" in row["name"])
     assert row["backward_seconds"] == 80 and row["entered"] == 1
-    tracks = {track["name"]: track for track in timeline_data(result).document["tracks"]}
-    assert len(tracks["ranges on stream 7"]["starts"]) == 2  # outer; back
-    assert len(tracks["ranges on stream 7, 2 deep"]["starts"]) == 2 and "ranges on stream 7, 3 deep" in tracks

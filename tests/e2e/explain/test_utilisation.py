@@ -14,7 +14,7 @@ from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
 from e2e.step.options import StepOptions
 from lab.data.data_folder import data_folder
-from lab.steps.training_rows import TRAINING_FILE
+from lab.steps.training import TRAINING_FILE
 from tests.e2e.drawn_graphs import Drawing
 from tests.e2e.toy_predictions import GPU, predict_step, setting, step, tensor
 
@@ -166,9 +166,9 @@ def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
 
 @pytest.mark.skipif(not (data_folder() / TRAINING_FILE).is_file(), reason="the table of training steps is not here")
 def test_published_mfu_is_met_by_the_count_of_flops(tmp_path):
-    """One row of each source; ``python -m lab.validate.published_mfu`` compares all."""
+    """One row of each source; ``python -m lab.bench.published_throughput mfu`` compares all."""
     pytest.importorskip("torch")
-    from lab.validate.published_mfu import compared, published_rows
+    from lab.bench.published_throughput import compared, published_rows
 
     rows = {
         step.row.family: step for step in published_rows(data_folder()) if step.row.model in ("mpt-125m", "llama3-8B")

@@ -10,7 +10,7 @@ from costmodel.operators.device_work import Elementwise, RadixSort
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.formats.execution_trace import read_execution_trace
+from e2e.traces.execution_trace import read_execution_trace
 from tests.e2e.recorded_traces import DLRM_ET, recorded
 
 FORWARD = "fbgemm::split_embedding_codegen_lookup_rowwise_adagrad_function"

@@ -14,7 +14,7 @@ from e2e.lowering.lower_trace import lower
 from e2e.lowering.operator_table import TABLE
 from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.formats.execution_trace import read_execution_trace
+from e2e.traces.execution_trace import read_execution_trace
 from lab.data.data_folder import data_folder
 
 TRACES = data_folder() / "traces"

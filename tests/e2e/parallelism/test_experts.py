@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,12 @@ import pytest
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.experts import ExpertRouting
-from e2e.parallelism import ParallelGraph, build, parse_parallel
-from e2e.parallelism.layers.expert_parallel import Exchange, met
+from e2e.parallelism import ParallelGraph, parse_parallel
+from e2e.parallelism.expert_parallel import Exchange, met
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
 from e2e.step.options import StepOptions
+from tests.e2e.parallelism.small_models import spread_model
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
 EXPERTS, CHOSEN = 8, 2
@@ -39,13 +38,9 @@ EXPERT_PARAMETERS = EXPERTS * 3 * WIDTH * INNER
 OTHER_PARAMETERS = WIDTH * WIDTH * (2 + 2 * 2 // 4) + EXPERTS * WIDTH + 2 * WIDTH
 
 
-def spread(
-    folder: Path, text: str, node_gpus: int | None = None, asked: dict[str, Any] | None = None, **more: Any
-) -> ParallelGraph:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**MIXTRAL, **more}), encoding="utf-8")
+def spread(text: str, node_gpus: int | None = None, asked: dict[str, Any] | None = None, **more: Any) -> ParallelGraph:
     step = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **(asked or {}))
-    return build(path, parse_parallel(text), step, node_gpus=node_gpus)
+    return spread_model({**MIXTRAL, **more}, text, step, node_gpus=node_gpus)
 
 
 def grouped(built: ParallelGraph) -> list[Any]:
@@ -59,8 +54,8 @@ def collectives(built: ParallelGraph, group: str) -> list[Any]:
     return [each for each in found if group in each.group]
 
 
-def test_all_experts_are_one_product_of_equally_many_rows_each(tmp_path):
-    found = Counter((each.counts, each.n, each.k, each.wrt) for each in grouped(spread(tmp_path, "dp=1")))
+def test_all_experts_are_one_product_of_equally_many_rows_each():
+    found = Counter((each.counts, each.n, each.k, each.wrt) for each in grouped(spread("dp=1")))
     shares = (ROWS // EXPERTS,) * EXPERTS
     assert found == {
         (shares, 2 * INNER, WIDTH, "rows"): LAYERS,  # gate and up
@@ -71,18 +66,18 @@ def test_all_experts_are_one_product_of_equally_many_rows_each(tmp_path):
         (shares, WIDTH, 2 * INNER, "weight"): LAYERS,
     }
     forward = 2 * ROWS * 3 * WIDTH * INNER
-    assert sum(each.flops for each in grouped(spread(tmp_path, "dp=1"))) == 3 * LAYERS * forward
+    assert sum(each.flops for each in grouped(spread("dp=1"))) == 3 * LAYERS * forward
 
 
-def test_tensor_parallel_ranks_split_the_inner_width(tmp_path):
-    whole, half = (sum(each.flops for each in grouped(spread(tmp_path, text))) for text in ("tp=1", "tp=2"))
+def test_tensor_parallel_ranks_split_the_inner_width():
+    whole, half = (sum(each.flops for each in grouped(spread(text))) for text in ("tp=1", "tp=2"))
     assert half * 2 == whole
-    sums = Counter((each.kind, each.size_bytes) for each in collectives(spread(tmp_path, "tp=2"), "tp"))
+    sums = Counter((each.kind, each.size_bytes) for each in collectives(spread("tp=2"), "tp"))
     assert sums[("all_reduce", BATCH * LENGTH * WIDTH * 2)] == 4 * LAYERS + 2, "as without experts"
 
 
-def test_tokens_go_to_their_experts_and_back_in_both_passes(tmp_path):
-    built = spread(tmp_path, "dp=4,ep=4,micro-batches=2")
+def test_tokens_go_to_their_experts_and_back_in_both_passes():
+    built = spread("dp=4,ep=4,micro-batches=2")
     sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
     assert sizes[("all_to_all", ROWS * WIDTH * 2)] == 2 * 4 * LAYERS
     weights = sizes.total() - sizes[("all_to_all", ROWS * WIDTH * 2)]
@@ -90,9 +85,9 @@ def test_tokens_go_to_their_experts_and_back_in_both_passes(tmp_path):
     assert {tuple(each.ranks) for each in collectives(built, "ep")} == {(0, 1, 2, 3)}
 
 
-def test_divided_experts_compute_as_much(tmp_path):
+def test_divided_experts_compute_as_much():
     """Each rank has a fourth of the experts for the tokens of four."""
-    whole, divided = (grouped(spread(tmp_path, text)) for text in ("dp=4", "dp=4,ep=4"))
+    whole, divided = (grouped(spread(text)) for text in ("dp=4", "dp=4,ep=4"))
     assert {len(each.counts) for each in divided} == {EXPERTS // 4}
     assert sum(each.flops for each in divided) == sum(each.flops for each in whole)
 
@@ -106,19 +101,19 @@ def reduced(built: ParallelGraph) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_gradients_of_experts_are_summed_over_those_that_hold_the_same(tmp_path):
+def test_gradients_of_experts_are_summed_over_those_that_hold_the_same():
     outside = (2 * 512 + 1) * WIDTH  # embedding, head, last norm
     dense, experts = (LAYERS * OTHER_PARAMETERS + outside) * 2, LAYERS * EXPERT_PARAMETERS * 2
-    assert reduced(spread(tmp_path, "dp=8")) == {"all_reduce: data of stage 0": (8, dense + experts)}
-    assert reduced(spread(tmp_path, "dp=8,ep=4")) == {
+    assert reduced(spread("dp=8")) == {"all_reduce: data of stage 0": (8, dense + experts)}
+    assert reduced(spread("dp=8,ep=4")) == {
         "all_reduce: data of stage 0": (8, dense),
         "all_reduce: data of experts of stage 0": (2, experts // 4),
     }
-    assert reduced(spread(tmp_path, "dp=8,ep=8")) == {"all_reduce: data of stage 0": (8, dense)}
+    assert reduced(spread("dp=8,ep=8")) == {"all_reduce: data of stage 0": (8, dense)}
 
 
-def test_shared_experts_are_gathered_from_those_that_hold_the_same(tmp_path):
-    found = reduced(spread(tmp_path, "fsdp=8,ep=4"))
+def test_shared_experts_are_gathered_from_those_that_hold_the_same():
+    found = reduced(spread("fsdp=8,ep=4"))
     assert {group: ranks for group, (ranks, _) in found.items()} == {
         "all_gather: shards of stage 0": 8,
         "all_gather: shards of experts of stage 0": 2,
@@ -126,14 +121,14 @@ def test_shared_experts_are_gathered_from_those_that_hold_the_same(tmp_path):
         "reduce_scatter: gradients of experts of stage 0": 2,
     }
     assert found["reduce_scatter: gradients of experts of stage 0"][1] == LAYERS * EXPERT_PARAMETERS * 2 // 4
-    (ranks,) = {each.ranks for each in collectives(spread(tmp_path, "fsdp=8,ep=4"), "shards of experts")}
+    (ranks,) = {each.ranks for each in collectives(spread("fsdp=8,ep=4"), "shards of experts")}
     assert ranks == (0, 4)
 
 
-def test_memory_of_experts_is_divided(tmp_path):
-    whole, divided = (spread(tmp_path, text).memory[0].breakdown for text in ("dp=4", "dp=4,ep=4"))
+def test_memory_of_experts_is_divided():
+    whole, divided = (spread(text).memory[0].breakdown for text in ("dp=4", "dp=4,ep=4"))
     assert whole["parameters"] - divided["parameters"] == LAYERS * EXPERT_PARAMETERS * 2 * 3 // 4
-    both, sharded = (spread(tmp_path, text).memory[0].breakdown for text in ("fsdp=4", "fsdp=4,ep=4"))
+    both, sharded = (spread(text).memory[0].breakdown for text in ("fsdp=4", "fsdp=4,ep=4"))
     assert sharded["optimizer_state"] == pytest.approx(both["optimizer_state"], rel=0.02)  # in blocks of 512 bytes
 
 
@@ -141,49 +136,47 @@ def test_memory_of_experts_is_divided(tmp_path):
 WHOLE = "tp=2,sp=yes,etp=1"
 
 
-def test_whole_experts_get_the_rows_of_a_part_of_the_sequence_of_every_neighbour(tmp_path):
+def test_whole_experts_get_the_rows_of_a_part_of_the_sequence_of_every_neighbour():
     """Half of the rows leave a rank that has half of the tokens, to its neighbours of tp first."""
-    built = spread(tmp_path, f"dp=2,ep=4,{WHOLE}")
+    built = spread(f"dp=2,ep=4,{WHOLE}")
     sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
     assert sizes[("all_to_all", ROWS // 2 * WIDTH * 2)] == 4 * LAYERS
     assert sizes.total() == 6 * LAYERS, "routing weights there, their gradients back"
     assert {tuple(each.ranks) for each in collectives(built, "ep")} == {(0, 1, 2, 3)}
-    split = spread(tmp_path, "dp=4,ep=4,tp=2,sp=yes")
+    split = spread("dp=4,ep=4,tp=2,sp=yes")
     assert {tuple(each.ranks) for each in collectives(split, "ep")} == {(0, 2, 4, 6)}
     assert max(each.size_bytes for each in collectives(split, "ep")) == ROWS * WIDTH * 2, "of the whole sequence"
 
 
-def test_whole_experts_are_computed_by_as_many_ranks(tmp_path):
-    whole = grouped(spread(tmp_path, "dp=1"))
-    apart = grouped(spread(tmp_path, f"dp=2,ep=4,{WHOLE}"))
+def test_whole_experts_are_computed_by_as_many_ranks():
+    whole = grouped(spread("dp=1"))
+    apart = grouped(spread(f"dp=2,ep=4,{WHOLE}"))
     assert {len(each.counts) for each in apart} == {EXPERTS // 4}
     assert {(each.n, each.k) for each in apart} == {(each.n, each.k) for each in whole}
     assert sum(each.flops for each in apart) * 2 == sum(each.flops for each in whole)
 
 
-def test_around_whole_experts_nothing_is_gathered(tmp_path):
+def test_around_whole_experts_nothing_is_gathered():
     """Of a layer the attention alone gathers its input, in both passes and for its weights' gradients."""
 
     def gathered(text: str) -> int:
-        kinds = Counter(each.kind for each in collectives(spread(tmp_path, text), "tp"))
+        kinds = Counter(each.kind for each in collectives(spread(text), "tp"))
         return kinds["all_gather"] + kinds["reduce_scatter"]
 
     # Gathers, scatters of both passes and gathers again of attention and mixture, against attention alone.
     assert gathered("dp=2,ep=2,tp=2,sp=yes") - gathered(f"dp=2,ep=2,{WHOLE}") == 5 * LAYERS
 
 
-def test_what_stands_beside_whole_experts_gathers_its_input_itself(tmp_path):
+def test_what_stands_beside_whole_experts_gathers_its_input_itself():
     kinds = {
-        text: Counter(each.kind for each in collectives(spread(tmp_path, text, **{**DEEPSEEK, **ALONE}), "tp"))
+        text: Counter(each.kind for each in collectives(spread(text, **{**DEEPSEEK, **ALONE}), "tp"))
         for text in ("tp=2,sp=yes", WHOLE)
     }
     assert kinds[WHOLE] == kinds["tp=2,sp=yes"], "the mixture itself does not, instead"
 
 
-def test_packed_products_beside_the_experts_are_split_too(tmp_path):
-    whole, half = (
-        spread(tmp_path, text, asked={"stack": "megatron"}, **{**DEEPSEEK, **ALONE}) for text in ("dp=1", WHOLE)
-    )
+def test_packed_products_beside_the_experts_are_split_too():
+    whole, half = (spread(text, asked={"stack": "megatron"}, **{**DEEPSEEK, **ALONE}) for text in ("dp=1", WHOLE))
     # Gate and up of the shared expert in one product, whose width no other has.
     widths = [
         {each.n for task in built.graph.ranks[0].tasks for each in task.operators if hasattr(each, "n")}
@@ -192,12 +185,12 @@ def test_packed_products_beside_the_experts_are_split_too(tmp_path):
     assert 2 * INNER in widths[0] and INNER in widths[1]
 
 
-def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same(tmp_path):
+def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same():
     experts = LAYERS * EXPERT_PARAMETERS * 2
 
     def of_experts(text: str) -> list[tuple[tuple[int, ...], int]]:
         found: Counter[tuple[int, ...]] = Counter()
-        for each in collectives(spread(tmp_path, f"{text},{WHOLE}"), "data of experts"):
+        for each in collectives(spread(f"{text},{WHOLE}"), "data of experts"):
             found[tuple(each.ranks)] += each.size_bytes
         return list(found.items())
 
@@ -205,14 +198,14 @@ def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same(tmp
     assert of_experts("dp=4,ep=4") == [((0, 4), experts // 4)]
     assert of_experts("dp=2,ep=4") == []
     # Two ranks hold all: those of tp. The same ranks sum them as everything else.
-    (dense,) = {tuple(each.ranks) for each in collectives(spread(tmp_path, f"dp=4,ep=2,{WHOLE}"), "data of stage")}
+    (dense,) = {tuple(each.ranks) for each in collectives(spread(f"dp=4,ep=2,{WHOLE}"), "data of stage")}
     assert dense == (0, 2, 4, 6) and of_experts("dp=4,ep=2") == []
-    shared = collectives(spread(tmp_path, f"fsdp=4,ep=4,{WHOLE}"), "shards of experts")
+    shared = collectives(spread(f"fsdp=4,ep=4,{WHOLE}"), "shards of experts")
     assert {each.ranks for each in shared} == {(0, 4)}
 
 
-def test_whole_experts_take_more_memory_the_fewer_ranks_hold_them(tmp_path):
-    whole, split = (spread(tmp_path, f"dp=2,ep=2,tp=2,sp=yes{more}").memory[0] for more in (",etp=1", ""))
+def test_whole_experts_take_more_memory_the_fewer_ranks_hold_them():
+    whole, split = (spread(f"dp=2,ep=2,tp=2,sp=yes{more}").memory[0] for more in (",etp=1", ""))
     assert whole.breakdown["parameters"] - split.breakdown["parameters"] == LAYERS * EXPERT_PARAMETERS * 2 // 4
 
 
@@ -230,9 +223,9 @@ def test_whole_experts_that_contradict_the_rest_are_named(text, named):
         parse_parallel(text)
 
 
-def test_layers_without_experts_have_none_to_keep_whole(tmp_path):
+def test_layers_without_experts_have_none_to_keep_whole():
     with pytest.raises(InputError, match="etp=1: the layers of model type 'llama' have no experts"):
-        spread(tmp_path, WHOLE, model_type="llama")
+        spread(WHOLE, model_type="llama")
 
 
 @pytest.mark.parametrize(
@@ -244,9 +237,9 @@ def test_layers_without_experts_have_none_to_keep_whole(tmp_path):
         ("dp=4,ep=4", {"model_type": "llama"}, "model type 'llama' have no experts to divide"),
     ],
 )
-def test_what_cannot_be_divided_is_said(tmp_path, text, more, named):
+def test_what_cannot_be_divided_is_said(text, more, named):
     with pytest.raises(InputError, match=named):
-        spread(tmp_path, text, **more)
+        spread(text, **more)
 
 
 DEEPSEEK = {
@@ -270,56 +263,56 @@ ALONE = {"first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2,ep=2", "tp=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
-def test_dense_layers_at_the_front_have_no_experts(tmp_path, text):
+def test_dense_layers_at_the_front_have_no_experts(text):
     """Two of four: DeepSeek-V3 has three of 61, as many as are captured."""
-    built = spread(tmp_path, text, **DEEPSEEK, first_k_dense_replace=2)
+    built = spread(text, **DEEPSEEK, first_k_dense_replace=2)
     ranks = built.graph.ranks
     count = sum(task.name == "aten::_grouped_mm" for rank in ranks for task in rank.tasks)
     passes = 2 if "micro" in text else 1
     assert count == passes * 2 * 6, "two products, each with two of its gradients, in two layers"
 
 
-def test_layers_of_other_kinds_hold_other_parameters(tmp_path):
+def test_layers_of_other_kinds_hold_other_parameters():
     def held(dense: int) -> int:
-        return spread(tmp_path, "dp=1", **DEEPSEEK, first_k_dense_replace=dense).memory[0].breakdown["parameters"]
+        return spread("dp=1", **DEEPSEEK, first_k_dense_replace=dense).memory[0].breakdown["parameters"]
 
     # A dense MLP of three products instead of experts, one shared expert, the router and its bias (a buffer in FP32).
     change = 3 * WIDTH * (EXPERTS * INNER + INNER - 128) + EXPERTS * WIDTH
     assert held(1) - held(2) == pytest.approx(2 * change, abs=64) and held(2) - held(3) == held(1) - held(2)
 
 
-def test_dense_layers_elsewhere_are_refused(tmp_path):
+def test_dense_layers_elsewhere_are_refused():
     with pytest.raises(InputError, match="first_k_dense_replace=4: --parallel takes dense layers at the front alone"):
-        spread(tmp_path, "dp=2", **DEEPSEEK, first_k_dense_replace=4)
+        spread("dp=2", **DEEPSEEK, first_k_dense_replace=4)
     with pytest.raises(InputError, match=r"mlp_only_layers=\[3\]"):
-        spread(tmp_path, "dp=2", model_type="qwen3_moe", num_experts=EXPERTS, mlp_only_layers=[3])
+        spread("dp=2", model_type="qwen3_moe", num_experts=EXPERTS, mlp_only_layers=[3])
 
 
-def test_a_product_that_no_rule_splits_is_named(tmp_path):
+def test_a_product_that_no_rule_splits_is_named():
     """Before, every rank would have computed it whole without a word."""
     with pytest.raises(
         InputError, match=r"layers of model type 'phi3' \(self_attn.qkv_proj\) cannot be split; use tp=1"
     ):
-        spread(tmp_path, "tp=2", model_type="phi3", pad_token_id=0)
+        spread("tp=2", model_type="phi3", pad_token_id=0)
 
 
-def test_experts_elsewhere_are_not_left_whole(tmp_path):
+def test_experts_elsewhere_are_not_left_whole():
     with pytest.raises(InputError, match=r"'granitemoe' \(block_sparse_moe.experts.down_proj, .*\) cannot be split"):
-        spread(tmp_path, "tp=2", model_type="granitemoe")
+        spread("tp=2", model_type="granitemoe")
 
 
-def test_numbers_of_heads_are_split(tmp_path):
+def test_numbers_of_heads_are_split():
     """gpt-oss has a sink for every head, and experts of (in, out) with biases."""
     more = {"model_type": "gpt_oss", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    whole, half = (grouped(spread(tmp_path, text, **more)) for text in ("dp=1", "tp=2"))
+    whole, half = (grouped(spread(text, **more)) for text in ("dp=1", "tp=2"))
     assert sum(each.flops for each in half) * 2 == sum(each.flops for each in whole) > 0
-    assert {len(each.counts) for each in grouped(spread(tmp_path, "dp=2,ep=2", **more))} == {EXPERTS // 2}
+    assert {len(each.counts) for each in grouped(spread("dp=2,ep=2", **more))} == {EXPERTS // 2}
 
 
-def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line(tmp_path):
+def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line():
     """OLMo normalises the queries of all heads together."""
     with pytest.raises(ModelError, match=r"config.json: the model cannot be run: .*; use tp=1") as caught:
-        spread(tmp_path, "tp=2", model_type="olmoe")
+        spread("tp=2", model_type="olmoe")
     assert "\n" not in str(caught.value)
 
 
@@ -347,23 +340,23 @@ def work(built: ParallelGraph) -> float:
         "dp=2,pp=3,first-layers=0,last-layers=0,micro-batches=3",
     ],
 )
-def test_however_a_model_is_spread_its_products_stay_the_same(tmp_path, text):
+def test_however_a_model_is_spread_its_products_stay_the_same(text):
     """The router alone is computed by every tensor-parallel rank."""
-    assert work(spread(tmp_path, text)) == pytest.approx(work(spread(tmp_path, "dp=1")), rel=0.03)
+    assert work(spread(text)) == pytest.approx(work(spread("dp=1")), rel=0.03)
 
 
-def test_a_token_is_sent_once_to_a_rank_that_has_both_of_its_experts(tmp_path):
+def test_a_token_is_sent_once_to_a_rank_that_has_both_of_its_experts():
     """Two of eight experts on four ranks of two: both are on one rank for one in seven tokens."""
-    built = spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep")
+    built = spread("dp=4,ep=4,ep-dispatch=deepep")
     sent = round(BATCH * LENGTH * (1 + 6 / 7))
     sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
     assert sizes == {("all_to_all", sent * WIDTH * 2): 4 * LAYERS}
-    assert work(built) == pytest.approx(work(spread(tmp_path, "dp=4,ep=4")))
+    assert work(built) == pytest.approx(work(spread("dp=4,ep=4")))
 
 
-def test_a_token_crosses_the_network_once_per_node(tmp_path):
+def test_a_token_crosses_the_network_once_per_node():
     """Four ranks on two nodes: four of eight experts are on a node, so that 3/7 of the pairs are on one."""
-    built = spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", node_gpus=2)
+    built = spread("dp=4,ep=4,ep-dispatch=deepep", node_gpus=2)
     across, inside = (collectives(built, f"ep {where} nodes") for where in ("across", "inside"))
     assert {tuple(each.ranks) for each in across} == {(0, 2)} and {tuple(each.ranks) for each in inside} == {(0, 1)}
     assert {each.size_bytes for each in across} == {round(BATCH * LENGTH * (1 + 4 / 7)) * WIDTH * 2}
@@ -372,9 +365,9 @@ def test_a_token_crosses_the_network_once_per_node(tmp_path):
 
 
 @pytest.mark.parametrize("overlap", ["", ",micro-batches=2,ep-overlap=yes"])
-def test_both_hops_of_a_token_go_at_once(tmp_path, overlap):
+def test_both_hops_of_a_token_go_at_once(overlap):
     """What arrives in a node is handed on while the rest arrives: a layer waits for the longer hop, not for both."""
-    built = spread(tmp_path, f"dp=4,ep=4,ep-dispatch=deepep{overlap}", node_gpus=2)
+    built = spread(f"dp=4,ep=4,ep-dispatch=deepep{overlap}", node_gpus=2)
 
     def step(across: float, inside: float) -> float:
         seconds = {"ep across nodes": across, "ep inside nodes": inside}
@@ -409,32 +402,32 @@ def timed(graph: ExecutionGraph, seconds: dict[str, float]) -> ExecutionGraph:
     return replace(graph, ranks=ranks)
 
 
-def test_the_slowest_rank_of_an_uneven_routing_computes_and_receives_more(tmp_path):
-    uneven = spread(tmp_path, "dp=4,ep=4", asked={"routing": ExpertRouting(alpha=1.2)})
-    even = spread(tmp_path, "dp=4,ep=4")
+def test_the_slowest_rank_of_an_uneven_routing_computes_and_receives_more():
+    uneven = spread("dp=4,ep=4", asked={"routing": ExpertRouting(alpha=1.2)})
+    even = spread("dp=4,ep=4")
     assert work(uneven) > 1.2 * work(even)
     largest = [max(each.size_bytes for each in collectives(built, "ep")) for built in (even, uneven)]
     assert largest[1] > largest[0]
 
 
-def test_the_form_of_the_library_sorts_and_gathers(tmp_path):
+def test_the_form_of_the_library_sorts_and_gathers():
     names = [
-        {task.name for task in spread(tmp_path, "dp=1", asked={"moe": form}).graph.ranks[0].tasks}
+        {task.name for task in spread("dp=1", asked={"moe": form}).graph.ranks[0].tasks}
         for form in ("grouped", "huggingface")
     ]
     assert "moe::permute" in names[0] and "aten::index_put_" not in names[0]
     assert "moe::permute" not in names[1] and "aten::index_put" in " ".join(names[1])
     with pytest.raises(InputError, match="ep-dispatch=deepep needs --moe grouped"):
-        spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", asked={"moe": "huggingface"})
+        spread("dp=4,ep=4,ep-dispatch=deepep", asked={"moe": "huggingface"})
 
 
-def test_overlapped_exchanges_hold_up_the_next_exchange_alone(tmp_path):
+def test_overlapped_exchanges_hold_up_the_next_exchange_alone():
     """Between an exchange and the wait for it there is work."""
 
     def waits(text: str) -> list[int]:
         from e2e.step.execution_graph import Launch, StreamWait
 
-        rank = spread(tmp_path, text).graph.ranks[0]
+        rank = spread(text).graph.ranks[0]
         between, counted = 0, []
         for action in (each for thread in rank.threads.values() for each in thread):
             if isinstance(action, Launch):
@@ -448,24 +441,22 @@ def test_overlapped_exchanges_hold_up_the_next_exchange_alone(tmp_path):
     apart, beside = waits("dp=4,ep=4,micro-batches=2"), waits("dp=4,ep=4,micro-batches=2,ep-overlap=yes")
     assert apart.count(0) > beside.count(0)
     with pytest.raises(InputError, match="ep-overlap=yes needs micro-batches=2"):
-        spread(tmp_path, "dp=4,ep=4,ep-overlap=yes")
+        spread("dp=4,ep=4,ep-overlap=yes")
 
 
 def products(built: ParallelGraph) -> Counter[str]:
     return Counter(type(each).__name__ for task in built.graph.ranks[0].tasks for each in task.operators)
 
 
-def test_linear_layers_and_experts_are_trained_in_8_bits(tmp_path):
+def test_linear_layers_and_experts_are_trained_in_8_bits():
     """Four projections of attention and two products of experts per layer, three products each."""
-    plain, eight = (
-        products(spread(tmp_path, "dp=1", asked={"precision": precision})) for precision in (None, "fp8-delayed")
-    )
+    plain, eight = (products(spread("dp=1", asked={"precision": precision})) for precision in (None, "fp8-delayed"))
     assert eight["ScaledGemm"] == 3 * 4 * LAYERS and eight["GroupedGemm"] == plain["GroupedGemm"]
     assert plain["Gemm"] - eight["Gemm"] == 3 * 4 * LAYERS
-    assert {each.dtype for each in grouped(spread(tmp_path, "dp=1"))} == {"bfloat16"}
+    assert {each.dtype for each in grouped(spread("dp=1"))} == {"bfloat16"}
     names = [
         task.operators[0]
-        for task in spread(tmp_path, "dp=1", asked={"precision": "fp8-delayed"}).graph.ranks[0].tasks
+        for task in spread("dp=1", asked={"precision": "fp8-delayed"}).graph.ranks[0].tasks
         if task.name.startswith("float8::grouped")
     ]
     assert len(names) == 6 * LAYERS and {each.dtype for each in names} == {"float8"}
@@ -497,9 +488,9 @@ def tasks_named(built: ParallelGraph, name: str) -> list[Any]:
     return [task for task in built.graph.ranks[0].tasks if task.name == name]
 
 
-def test_transformer_engine_launches_a_product_for_every_expert(tmp_path):
+def test_transformer_engine_launches_a_product_for_every_expert():
     """As much work as in one launch; gate and up, down, the gradients of their rows and of their weights."""
-    apart, together = (spread(tmp_path, "dp=1", asked={"stack": stack}) for stack in ("megatron", "torchtitan"))
+    apart, together = (spread("dp=1", asked={"stack": stack}) for stack in ("megatron", "torchtitan"))
     each = [task.operators[0] for name in ("moe::each_mm", "moe::each_gradient") for task in tasks_named(apart, name)]
     assert len(each) == 6 * EXPERTS * LAYERS and not grouped(apart)
     assert {tuple(sorted((work.m, work.n, work.k))) for work in each} == {
@@ -508,11 +499,11 @@ def test_transformer_engine_launches_a_product_for_every_expert(tmp_path):
     assert sum(work.flops for work in each) == sum(work.flops for work in grouped(together)) > 0
 
 
-def test_casts_that_seek_their_scale_are_one_for_every_expert_and_others_one_for_all(tmp_path):
+def test_casts_that_seek_their_scale_are_one_for_every_expert_and_others_one_for_all():
     """`Float8CurrentScaling` has a scale for each expert's rows, of the present tensor; delayed scaling knows them."""
     found = {}
     for precision in ("fp8-current", "fp8-delayed"):
-        built = spread(tmp_path, "dp=1", asked={"precision": precision, "stack": "megatron"})
+        built = spread("dp=1", asked={"precision": precision, "stack": "megatron"})
         found[precision] = [len(tasks_named(built, f"float8::each_{name}")) for name in ("amax", "cast_both", "mm")]
         sums = [
             [task.operators[0].split_sums for task in tasks_named(built, f"float8::each_{name}")]
@@ -529,21 +520,21 @@ def waits_for_counts(built: ParallelGraph) -> int:
     return sum(each.size_bytes == 4 * EXPERTS for each in copies)
 
 
-def test_the_host_waits_for_the_numbers_of_rows_that_it_must_know(tmp_path):
+def test_the_host_waits_for_the_numbers_of_rows_that_it_must_know():
     """To exchange rows, and to launch products one by one; not where all experts are padded to a capacity."""
-    assert waits_for_counts(spread(tmp_path, "dp=4")) == 0
+    assert waits_for_counts(spread("dp=4")) == 0
     for text in ("dp=4,ep=4", "dp=4,ep=4,ep-dispatch=deepep"):
-        assert waits_for_counts(spread(tmp_path, text)) == LAYERS
+        assert waits_for_counts(spread(text)) == LAYERS
         capacity = {"routing": ExpertRouting(capacity=1.0)}
-        assert waits_for_counts(spread(tmp_path, text, asked=capacity)) == 0
-    assert waits_for_counts(spread(tmp_path, "dp=1", asked={"stack": "megatron"})) == LAYERS
+        assert waits_for_counts(spread(text, asked=capacity)) == 0
+    assert waits_for_counts(spread("dp=1", asked={"stack": "megatron"})) == LAYERS
 
 
-def test_rows_are_copied_to_a_padded_place_in_8_bits(tmp_path):
+def test_rows_are_copied_to_a_padded_place_in_8_bits():
     """Before and after the products, and so are their gradients; a capacity is a multiple already."""
 
     def copies(text: str = "dp=4,ep=4", **asked: Any) -> int:
-        built = spread(tmp_path, text, asked={"stack": "megatron", **asked})
+        built = spread(text, asked={"stack": "megatron", **asked})
         return len(tasks_named(built, "moe::permute")) + len(tasks_named(built, "moe::unpermute"))
 
     assert copies(precision="fp8-current") == copies() + 4 * LAYERS

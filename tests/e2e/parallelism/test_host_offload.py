@@ -1,11 +1,9 @@
-"""Activations and optimizer state on the host: when they travel and what the GPU waits for, by hand."""
+"""Optimizer state on the host: when it travels and what the GPU waits for, by hand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.device_work import MemoryCopy
-from e2e.parallelism import ParallelGraph, ParallelSpec, build, parse_parallel
+from e2e.parallelism import ParallelGraph, ParallelSpec
 from e2e.parallelism.host_offload import (
     ADAM_BYTES,
     ADDED_BYTES,
@@ -21,7 +19,6 @@ from e2e.parallelism.host_offload import (
     CORE_BANDWIDTH,
     LOOP_ADAM_BYTES,
     RETURNED_BYTES,
-    ActivationOffload,
     HostAdam,
     HostSeconds,
 )
@@ -29,6 +26,7 @@ from e2e.parallelism.stage_writer import StageKernels, StageWriter
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, RankWriter, Synchronize
 from e2e.step.options import StepOptions
+from tests.e2e.parallelism.small_models import spread_model
 
 LAYERS, WIDTH, LENGTH, BATCH = 4, 64, 32, 2
 LLAMA = {
@@ -60,31 +58,6 @@ def drawn(write: Callable[[StageWriter], None], seconds: Callable[[str, int], fl
     tasks = tuple(replace(task, duration=Duration.measured(seconds(task.name, task.stream))) for task in rank.tasks)
     threads = {name: tuple(priced(action) for action in actions) for name, actions in rank.threads.items()}
     return simulate(ExecutionGraph((replace(rank, tasks=tasks, threads=threads),), {0: 1})).step_seconds
-
-
-def passes(writer: StageWriter) -> None:
-    """Three layers forward and back; what the first two leave goes to the host."""
-    offload = ActivationOffload(writer, {0: 8, 1: 8})
-    for name in (0, 1, 2):
-        writer.kernel("forward", ())
-        offload.send(name)
-    for name in (2, 1, 0):
-        offload.fetch(name, [name - 1] if name else [])
-        writer.kernel("backward", ())
-
-
-@pytest.mark.parametrize(
-    ("copy", "whole"),
-    [
-        (0.5, 9.0),  # hidden: 3 forward and 3 backward passes of 1 and 2 s
-        # The copy of layer 0 is awaited at the end of layer 1 (1 + 3), that of layer 1 at the end of layer 2 (4 + 3);
-        # layer 1 comes back beside layer 2's backward pass (until 10), layer 0 beside that of layer 1 (until 13).
-        (3.0, 15.0),
-    ],
-)
-def test_the_next_layer_hides_a_copy_or_waits_for_it(copy: float, whole: float) -> None:
-    times = {"forward": 1.0, "backward": 2.0}
-    assert drawn(passes, lambda name, stream: times.get(name, copy)) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +92,9 @@ def test_the_host_takes_what_its_memory_or_one_core_takes() -> None:
     assert load_cluster("rtx-4090", 1).host_bandwidth is None
 
 
-def spread(folder: Path, text: str, bandwidth: float | None = 1e9, **more: Any) -> ParallelGraph:
-    path = folder / "config.json"
-    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+def spread(text: str, bandwidth: float | None = 1e9, **more: Any) -> ParallelGraph:
     step = StepOptions(**{"batch_size": BATCH, "sequence_length": LENGTH, "dtype": "bfloat16", **more})
-    return build(path, parse_parallel(text), step, host_bandwidth=bandwidth)
+    return spread_model(LLAMA, text, step, host_bandwidth=bandwidth)
 
 
 def copies(built: ParallelGraph, kind: str) -> list[int]:
@@ -132,34 +103,15 @@ def copies(built: ParallelGraph, kind: str) -> list[int]:
     return [each.size_bytes for each in found if each.pinned]
 
 
-def test_every_offloaded_layer_goes_and_comes_back_in_every_pass(tmp_path: Path) -> None:
-    built = spread(tmp_path, "micro-batches=3,offload-layers=3")
-    there, back = copies(built, "device_to_host"), copies(built, "host_to_device")
-    assert len(there) == len(back) == 3 * 3 and sorted(there) == sorted(back)
-    assert there[1] == there[2] == pytest.approx(there[0], rel=0.02), "the first is given the angles too"
-    _, checkpoint = copies(spread(tmp_path, "offload-layers=2,recompute=full"), "device_to_host")
-    assert checkpoint == BATCH * LENGTH * WIDTH * 2 < there[0], "of a layer that runs again its input alone"
-    assert copies(spread(tmp_path, "dp=1"), "device_to_host") == []
-
-
-def test_offloading_activations_frees_them(tmp_path: Path) -> None:
-    held, away = (
-        spread(tmp_path, f"micro-batches=2{more}").memory[0].breakdown["activations"]
-        for more in ("", ",offload-layers=3")
-    )
-    sizes = copies(spread(tmp_path, "offload-layers=3"), "device_to_host")
-    assert held - away == sum(sizes), "where the loss is, the last layer's alone are there"
-
-
 def host_seconds(built: ParallelGraph) -> float:
     actions = [each for each in built.graph.ranks[0].actions() if isinstance(each, HostWork)]
     return sum(each.duration.seconds for each in actions if each.kind == "host" and each.duration is not None)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_gradients_go_to_the_host_and_parameters_come_back(tmp_path: Path, share: float) -> None:
+def test_gradients_go_to_the_host_and_parameters_come_back(share: float) -> None:
     parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
-    built = spread(tmp_path, f"offload-optimizer={share:g},master-weights=yes")
+    built = spread(f"offload-optimizer={share:g},master-weights=yes")
     assert sum(copies(built, "device_to_host")) == sum(copies(built, "host_to_device")) == parameters * 2 * share
     assert host_seconds(built) == pytest.approx(parameters * share * (ADAM_BYTES + RETURNED_BYTES) / 1e9)
     rank = built.graph.ranks[0]
@@ -167,13 +119,12 @@ def test_gradients_go_to_the_host_and_parameters_come_back(tmp_path: Path, share
     assert any(task.kind != "copy" for task in left) == (share < 1), "what is left runs on the GPU"
 
 
-def test_ranks_that_share_the_state_update_their_share(tmp_path: Path) -> None:
+def test_ranks_that_share_the_state_update_their_share() -> None:
     whole, shared = (
-        host_seconds(spread(tmp_path, f"{text},offload-optimizer=1,master-weights=yes"))
-        for text in ("dp=4", "fsdp=4,zero=1")
+        host_seconds(spread(f"{text},offload-optimizer=1,master-weights=yes")) for text in ("dp=4", "fsdp=4,zero=1")
     )
     assert shared == pytest.approx(whole / 4, rel=1e-3)
-    summed = spread(tmp_path, "fsdp=4,zero=1,offload-optimizer=1,master-weights=yes,reduce-dtype=float32")
+    summed = spread("fsdp=4,zero=1,offload-optimizer=1,master-weights=yes,reduce-dtype=float32")
     assert sum(copies(summed, "device_to_host")) == 2 * sum(copies(summed, "host_to_device")), "FP32 gradients"
 
 
@@ -183,19 +134,19 @@ def sizes_of(built: ParallelGraph, kind: str) -> int:
     return sum(each.size_bytes for each in collectives if each.kind == kind)
 
 
-def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(tmp_path: Path) -> None:
+def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back() -> None:
     """``CPUOffloadPolicy``: FP32 shards, gathered in 16 bits; what is summed in 16 bits is put there in FP32."""
     text = "fsdp=4,offload-optimizer=1,master-weights=yes"
     parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
-    built = spread(tmp_path, text)
+    built = spread(text)
     assert sum(copies(built, "host_to_device")) == 2 * sizes_of(built, "all_gather") > 1.5 * parameters * 4 / 4
     assert sum(copies(built, "device_to_host")) == 2 * sizes_of(built, "reduce_scatter") / 4 == parameters * 4 / 4
     assert host_seconds(built) == pytest.approx(parameters / 4 * LOOP_ADAM_BYTES / 1e9)
-    fused = spread(tmp_path, text, stack="torchtitan")
+    fused = spread(text, stack="torchtitan")
     assert host_seconds(fused) == pytest.approx(parameters / 4 * ADAM_BYTES / 1e9)
     usage = built.memory[0].breakdown
     assert usage["parameters"] == usage["gradients"] == usage["optimizer_state"] == 0
-    twice = spread(tmp_path, f"{text},micro-batches=2")
+    twice = spread(f"{text},micro-batches=2")
     added = host_seconds(twice) - host_seconds(built)
     assert added == pytest.approx(parameters / 4 * ADDED_BYTES / 1e9), "gradients of the second are added on the host"
     assert not any(task.name == "aten::add_" and task.stream == 2 for task in twice.graph.ranks[0].tasks), (
@@ -203,20 +154,20 @@ def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(
     )
 
 
-def test_deepspeed_puts_the_optimizer_alone_on_the_host(tmp_path: Path) -> None:
+def test_deepspeed_puts_the_optimizer_alone_on_the_host() -> None:
     """``offload_optimizer`` of its stage 3: nothing is fetched for a gather, FP32 gradients go out, 16-bit shards come
     back once; the host clips, updates and casts."""
     text = "fsdp=4,offload-optimizer=1,master-weights=yes"
     share = (LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH) // 4
-    built = spread(tmp_path, text, stack="liger")
+    built = spread(text, stack="liger")
     assert sum(copies(built, "host_to_device")) == share * 2
     assert sum(copies(built, "device_to_host")) == share * 4
     assert host_seconds(built) == pytest.approx(share * (ADAM_BYTES + RETURNED_BYTES + CLIPPED_BYTES) / 1e9)
-    unclipped = spread(tmp_path, f"{text},clip=no", stack="liger")
+    unclipped = spread(f"{text},clip=no", stack="liger")
     assert host_seconds(unclipped) == pytest.approx(share * (ADAM_BYTES + RETURNED_BYTES) / 1e9)
     usage = built.memory[0].breakdown
     assert usage["gradients"] == usage["optimizer_state"] == 0 and usage["parameters"] >= share * 2
-    twice = spread(tmp_path, f"{text},micro-batches=2", stack="liger")
+    twice = spread(f"{text},micro-batches=2", stack="liger")
     assert host_seconds(twice) == host_seconds(built), "the GPU adds gradients of the second"
     assert sum(copies(twice, "host_to_device")) == share * (2 + 4)
 
@@ -229,16 +180,15 @@ def test_deepspeed_puts_the_optimizer_alone_on_the_host(tmp_path: Path) -> None:
             {},
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none",
         ),
-        ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
         ("offload-optimizer=1", {}, "offload-optimizer updates FP32 weights on the host; add master-weights=yes"),
-        ("offload-layers=1", {"mode": "inference"}, "offload-layers is about gradients and optimizer state"),
+        ("offload-optimizer=1", {"mode": "inference"}, "offload-optimizer is about gradients and optimizer state"),
     ],
 )
-def test_what_cannot_be_offloaded_is_said(tmp_path: Path, text: str, more: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_offloaded_is_said(text: str, more: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
-        spread(tmp_path, text, **more)
+        spread(text, **more)
 
 
-def test_a_host_of_unknown_memory_is_refused(tmp_path: Path) -> None:
+def test_a_host_of_unknown_memory_is_refused() -> None:
     with pytest.raises(InputError, match="how fast the host's memory is, is not known of this machine"):
-        spread(tmp_path, "offload-optimizer=1,master-weights=yes", None)
+        spread("offload-optimizer=1,master-weights=yes", None)

@@ -13,7 +13,7 @@ from costmodel.operators.device_work import Gemm
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.pieces import Called, Work
 from e2e.parallelism.rewrites import Condenser
-from e2e.report.text_report import launches
+from e2e.report.tables import launches
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, HostWork, RankGraph
 
@@ -79,11 +79,12 @@ def slower(graph: ExecutionGraph, number: int, factor: float) -> ExecutionGraph:
     return replace(graph, ranks=tuple(map(changed, graph.ranks)))
 
 
-def test_the_path_is_on_the_ranks_that_the_step_waits_for(monkeypatch):
+def test_the_path_is_on_the_ranks_that_the_step_waits_for(monkeypatch, tmp_path):
     """What a stage has of the path is by how much the step grows where that stage is slower; of most it is nothing."""
     kept: list[PredictionResult] = []
-    monkeypatch.setattr("e2e.report.outputs.write_files", lambda answer, *files: kept.append(answer))
-    answer = e2e.predict(**MODEL, gpus=4, parallel="pp=4,micro-batches=4", batch_size=4)
+    monkeypatch.setattr("e2e.report.html_report.write_report", lambda answer, path: kept.append(answer))
+    job = {"gpus": 4, "parallel": "pp=4,micro-batches=4", "batch_size": 4}
+    answer = e2e.predict(**MODEL, **job, report=tmp_path / "report.html")
     assert sum(rank.path_seconds for rank in answer.ranks) == pytest.approx(answer.critical_path_seconds)
     (result,) = kept
     more = 1e-3

@@ -48,7 +48,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def spread(model: Path, text: str, step: StepOptions = STEP) -> ParallelGraph:
-    return build(model, parse_parallel(text), step)
+    return build(model, parse_parallel(text), step, captures=model.parent / "captures")
 
 
 def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tuple[str, int]]:

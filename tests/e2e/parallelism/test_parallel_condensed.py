@@ -15,7 +15,6 @@ from e2e.explain.predictor import Setting, predict
 from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.price.host_overheads import load_overheads
-from e2e.simulate.skew import Skew
 from e2e.step.options import StepOptions
 
 GPUS = sorted(path.stem for path in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))
@@ -51,11 +50,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     return built
 
 
-def predicted(built: Built, gpu: str, skew: Skew | None = None) -> tuple[Prediction, Prediction]:
+def predicted(built: Built, gpu: str, spread: float | None = None) -> tuple[Prediction, Prediction]:
     setting = Setting(load_machine(gpu), load_overheads())
     gpus = sum(built[0].graph.multiplicity.values())
     whole, condensed = (
-        predict(each.graph, setting, load_cluster(gpu, gpus), each.memory, skew=skew).prediction for each in built
+        predict(each.graph, setting, load_cluster(gpu, gpus), each.memory, speed_spread=spread).prediction
+        for each in built
     )
     return whole, condensed
 
@@ -83,4 +83,4 @@ def test_runs_of_several_stages_have_the_mixture_of_the_whole_step(both: Callabl
 
 
 def test_runs_on_a_slower_gpu(both: Callable[[str], Built]) -> None:
-    check_alike(*predicted(both("dp=2,micro-batches=4"), "l4", Skew(spread=0.05, seed=3)))
+    check_alike(*predicted(both("dp=2,micro-batches=4"), "l4", 0.05))

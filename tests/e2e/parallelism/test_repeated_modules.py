@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.parallelism import ParallelGraph, parse_parallel
 from e2e.step.options import StepOptions
+from tests.e2e.parallelism.small_models import spread_model
 
 LAYERS, LENGTH = 4, 32
 DEEPSEEK = {
@@ -37,11 +36,9 @@ DEEPSEEK = {
 }
 
 
-def spread(folder: Path, recompute: str, **more: object) -> ParallelGraph:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**DEEPSEEK, **more}), encoding="utf-8")
+def spread(recompute: str, **more: object) -> ParallelGraph:
     step = StepOptions(batch_size=2, sequence_length=LENGTH, dtype="bfloat16", attention="flash2", stack="megatron")
-    return build(path, parse_parallel(f"dp=2{recompute}"), step, captures=folder / "captures")
+    return spread_model({**DEEPSEEK, **more}, f"dp=2{recompute}", step)
 
 
 def added(one: ParallelGraph, other: ParallelGraph) -> Counter[str]:
@@ -54,10 +51,10 @@ def activations(built: ParallelGraph) -> int:
     return built.memory[0].breakdown["activations"]
 
 
-def test_parts_run_again_and_give_back_what_they_made(tmp_path: Path) -> None:
-    whole = spread(tmp_path, "")
+def test_parts_run_again_and_give_back_what_they_made() -> None:
+    whole = spread("")
     again = {
-        names: spread(tmp_path, f",recompute=selective,recompute-modules={names}")
+        names: spread(f",recompute=selective,recompute-modules={names}")
         for names in ("mla_up_proj", "layernorm", "mlp", "moe_act", "mla_up_proj+mlp")
     }
     more = {names: added(built, whole) for names, built in again.items()}
@@ -73,10 +70,10 @@ def test_parts_run_again_and_give_back_what_they_made(tmp_path: Path) -> None:
     assert activations(whole) - activations(again["mla_up_proj"]) >= (LAYERS - 1) * tokens * 8 * (24 + 24 + 16)
 
 
-def test_a_part_that_a_model_lacks_is_said(tmp_path: Path) -> None:
+def test_a_part_that_a_model_lacks_is_said() -> None:
     with pytest.raises(InputError, match="recompute-modules=mla_up_proj: its layers have no such part"):
         text = ",recompute=selective,recompute-modules=mla_up_proj"
-        spread(tmp_path, text, model_type="mixtral", num_local_experts=8)
+        spread(text, model_type="mixtral", num_local_experts=8)
     with pytest.raises(InputError, match="recompute-modules needs recompute=selective"):
         parse_parallel("dp=2,recompute-modules=mlp")
     with pytest.raises(InputError, match="recompute-modules=moe: choose one of core_attn"):

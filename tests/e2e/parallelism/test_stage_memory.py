@@ -117,16 +117,6 @@ def test_recomputation_keeps_what_it_says() -> None:
     assert none - held(ParallelSpec(recompute="operators")) == (LAYERS - 1) * (8 - 6) * MIB
 
 
-def test_offloaded_layers_hold_two_layers_at_a_time() -> None:
-    """One runs, what the one before has left is on its way; the last layer's stays, the one before comes back."""
-    found = usage(ParallelSpec(micro_batches=2, offloaded_layers=LAYERS - 1))
-    assert found.breakdown["activations"] == 2 * 10 * MIB
-    some = usage(ParallelSpec(micro_batches=2, offloaded_layers=4))
-    assert some.breakdown["activations"] == (LAYERS - 4) * 10 * MIB
-    checkpoints = usage(ParallelSpec(micro_batches=2, offloaded_layers=LAYERS - 1, recompute="full"))
-    assert checkpoints.breakdown["activations"] == 2 * MIB + 10 * MIB
-
-
 def test_the_share_of_the_state_on_the_host_is_not_on_the_gpu() -> None:
     state = [usage(ParallelSpec(offloaded_state=share)).breakdown["optimizer_state"] for share in (0.0, 0.25, 1.0)]
     assert state == [2 * LAYERS * LAYER, 2 * LAYERS * LAYER * 3 // 4, 0]

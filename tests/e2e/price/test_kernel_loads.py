@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from costmodel.collectives import collective_cost_model
 from costmodel.gpu.families.rates import kernel_floor
+from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_file import load_machine
+from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import MemoryCopy
-from e2e.price.collective_pricing import kernel_loads
-from e2e.step.execution_graph import ExecutionGraph, GpuLoad, Task
+from e2e.price.collective_pricing import kernel_loads, load_on
+from e2e.step.execution_graph import ExecutionGraph, GpuLoad, Kernel, Task
 from tests.e2e.drawn_graphs import Drawing, together
 
 GPU = load_machine("a100-sxm-80gb")
@@ -83,3 +86,25 @@ def test_each_rank_by_itself():
     graph = replace(graph, ranks=(*graph.ranks, d.graph()))
     found = kernel_loads(unpriced(graph), graph, GPU)
     assert [[task.load for task in rank.tasks] for rank in found.ranks] == [[TAKEN, GpuLoad(1.0)], [None]]
+
+
+def test_several_kernels_in_one_task_start_as_often():
+    graph = priced(8)
+    collective, task = graph.ranks[0].tasks
+    kernels = tuple(Kernel("k", "kernel", ()) for _ in range(4))
+    graph = with_tasks(graph, 0, collective, replace(task, kernels=kernels))
+    assert loads(unpriced(graph), graph) == [TAKEN, GpuLoad(0.5)]
+
+
+def test_recorded_kernels_have_none():
+    graph = priced(4, 4)
+    assert loads(graph, graph) == [TAKEN, None, None]
+
+
+@pytest.mark.parametrize(("gpu", "low", "high"), [("a100-sxm-80gb", 1.70, 1.85), ("h100-sxm", 1.35, 2.0)])
+def test_the_slowdown_is_as_published(gpu: str, low: float, high: float) -> None:
+    """Beside an all-gather in a node: NCCL issue 1428; NVIDIA forum 337991, PyTorch issue 143988 and pull 179937."""
+    cluster = load_cluster(gpu, 8)
+    transfer = CollectiveTransfer("all_gather", 50e6, 8)
+    load = load_on(cluster)(transfer, collective_cost_model(cluster).estimate([transfer])[0].seconds)
+    assert low <= (1 + load.memory) / (1 - load.held) <= high

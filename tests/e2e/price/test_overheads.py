@@ -27,7 +27,7 @@ from e2e.price.host_overheads import (
     without_outliers,
 )
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.kineto import read_kineto
 from lab.fit.host_overheads import (
     H100_NAME,
     INFLATION_FILE,
@@ -162,7 +162,7 @@ def test_tables_come_back_from_their_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not valid JSON"), ("[]", "not a JSON object"), ("{}", "not a table"), ('{"format": 99}', "format 99")],
+    [("{", "no JSON"), ("[]", "must be a mapping"), ("{}", "format: missing"), ('{"format": 99}', "format: ")],
 )
 def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.json").write_text(text)
@@ -232,7 +232,7 @@ def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None
     (tmp_path / "mine.json").write_text(json.dumps(document | {"name": SHARED_NAME}))
     assert load_table(tmp_path / "mine.json").factor == 1.0
     (tmp_path / "mine.json").write_text(json.dumps(document | {"factor": 0.5}))
-    with pytest.raises(InputError, match=r"mine\.json: not a table of host overheads \(factor 0.5, must be"):
+    with pytest.raises(InputError, match=r"mine\.json: corrupt \(factor: Input should be greater"):
         load_table(tmp_path / "mine.json")
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.pricing import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS, as_cuda_graph, price
-from e2e.simulate.simulator import simulate
+from e2e.price.pricing import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS, price
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
 
 ADD, PRODUCT = Elementwise("add", 100), Gemm(1, 10, 10, 10)
@@ -92,12 +91,6 @@ def test_lists_of_tensors_take_the_host_longer_the_longer_they_are():
     assert seconds == pytest.approx([0.1 + gathering, 0.2 + lists, 0.3, 0.1, 0.2 + lists, 0.3, 0.1, 0.2, 0.3], rel=1e-9)
 
 
-def test_a_task_of_two_operators_takes_the_sum_and_is_as_sure_as_the_less_sure_one():
-    tasks = (Task(0, "fused", "kernel", 0, (PRODUCT, ADD), call=0), *three_tasks().ranks[0].tasks[1:])
-    (rank,) = price(graph(*tasks), Toy(), Table()).ranks
-    assert rank.tasks[0].duration == Duration(11.0, 9.5, 14.0, "compute", "analytic")
-
-
 class Settling(Toy):
     """The more kernels run besides, the faster arithmetic is."""
 
@@ -118,11 +111,3 @@ def test_prices_settle_for_the_mixture_of_each_rank():
     priced = price(ExecutionGraph((many, one), {0: 3, 1: 1}), model, Table())
     assert [rank.tasks[0].duration.seconds for rank in priced.ranks] == [10 / 5, 10 / 1]
     assert model.asked == 1
-
-
-def test_a_cuda_graph_costs_one_launch_on_the_host():
-    priced = price(three_tasks(), Toy(), Table())
-    eager, replayed = simulate(priced), simulate(as_cuda_graph(priced, 0.25))
-    # Kernels 1 + 10 + 3 s; in eager mode the view's 5 s on the host leave the device idle.
-    assert replayed.step_seconds == pytest.approx(0.25 + 14.0)
-    assert eager.step_seconds > replayed.step_seconds

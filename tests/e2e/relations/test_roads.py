@@ -208,7 +208,7 @@ SURE = [
     Relation(
         "GPUs known to be alike are known no better than one",
         several(gpus=None, parallel=None),
-        (as_it_is, to(gpus=8, parallel="dp=8", skew="spread=0")),
+        (as_it_is, to(gpus=8, parallel="dp=8", speed_spread=0.0)),
         partial(no_surer, within=0.05),
     ),
     Relation(
@@ -225,7 +225,7 @@ SURE = [
     ),
 ]
 USE = [
-    Relation("MFU falls as the step gets slower", several(), (as_it_is, to(skew="spread=0.1")), mfu_times_time),
+    Relation("MFU falls as the step gets slower", several(), (as_it_is, to(speed_spread=0.1)), mfu_times_time),
     Relation(
         "MFU does not count kernels",
         one_gpu(config="llama", gpu=("h100-sxm", "a100-sxm-80gb")),

@@ -14,10 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
-from costmodel.embedding.embedding_tables import load_tables
-from costmodel.embedding.popularity import save_statistics
+from costmodel.gpu.embedding_tables import load_tables
 from costmodel.machines.cluster import load_cluster
-from costmodel.operators.lookups import zipf
 from e2e.commands.cli import app
 from e2e.commands.shard_command import with_statistics
 from e2e.sharding.placement import TablePlacement
@@ -64,7 +62,7 @@ FOUR_KINDS = plan(
 
 
 def test_a_found_plan_comes_back_from_its_file(tmp_path):
-    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), SearchEffort(1.0, 2, 0.0))
+    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), SearchEffort(1.0, 2, 20))
     found = plan_of(planning)
     save_plan(found, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == found
@@ -206,13 +204,14 @@ def _cells(parameter) -> int:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Path:
-    """A folder with tables, statistics, a plan and TorchRec's form of it."""
+    """A folder with tables, batches, a plan and TorchRec's form of it."""
     folder = tmp_path_factory.mktemp("sharding")
     (folder / "tables.yaml").write_text(TABLES)
-    save_statistics({"user": zipf(5_000_000, 1.05)}, folder / "stats.npz")
+    rows = np.minimum(np.random.default_rng(0).zipf(1.3, 20_000), 5_000_000) - 1
+    np.savez(folder / "batches.npz", **{"user.indices": rows})
     given = ["shard", "--tables", "tables.yaml", "--gpu", "a100-sxm-40gb", "--gpus", "4", "--batch-size", "512"]
-    given += ["--indices", "stats.npz", "-o", "plan.json", "--torchrec", "torchrec.json", "--seconds", "1"]
-    names = {"tables.yaml", "stats.npz", "plan.json", "torchrec.json"}
+    given += ["--indices", "batches.npz", "-o", "plan.json", "--torchrec", "torchrec.json", "--seconds", "1"]
+    names = {"tables.yaml", "batches.npz", "plan.json", "torchrec.json"}
     answer = RUN.invoke(app, [str(folder / each) if each in names else each for each in given])
     assert answer.exit_code == 0, answer.output
     (folder / "answer.txt").write_text(answer.output)
@@ -265,13 +264,13 @@ def test_bad_input_is_one_line_and_status_two(planned, tmp_path, options, messag
 
 def test_statistics_replace_those_of_the_file_and_must_fit(planned, tmp_path):
     tables = load_tables(planned / "tables.yaml")
-    with_them = with_statistics(tables, planned / "stats.npz")
+    with_them = with_statistics(tables, planned / "batches.npz")
     assert with_them[0].popularity().unique_rows(10**6) < tables[0].popularity().unique_rows(10**6) / 2
     assert with_them[1:] == tables[1:]
-    save_statistics({"country": zipf(300, 1.0)}, tmp_path / "large.npz")
-    with pytest.raises(InputError, match="country is about 300 rows, the table has 200"):
+    np.savez(tmp_path / "large.npz", **{"country.indices": np.array([1, 299])})
+    with pytest.raises(InputError, match="country: has indices of 300 rows, the table has 200"):
         with_statistics(tables, tmp_path / "large.npz")
-    save_statistics({"planet": zipf(300, 1.0)}, tmp_path / "other.npz")
+    np.savez(tmp_path / "other.npz", **{"planet.indices": np.arange(3)})
     with pytest.raises(InputError, match="none of the tables"):
         with_statistics(tables, tmp_path / "other.npz")
 

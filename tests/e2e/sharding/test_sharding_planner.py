@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
-from e2e.sharding.integer_program import Limits, neighbourhood, solve
 from e2e.sharding.linear_program import relax
 from e2e.sharding.placement import PLACED, Rules, TablePlacement
 from e2e.sharding.plan_report import explain
@@ -21,8 +16,7 @@ from e2e.sharding.task import MEMORY
 from lab.bench.sharding import optimum
 from tests.e2e.sharding import toy_sharding as toy
 
-ROOT = Path(__file__).resolve().parents[3]
-QUICK = SearchEffort(seconds=1.0, kicks=5, deterministic=0.0)
+QUICK = SearchEffort(seconds=1.0, kicks=5, rebuilds=50)
 WHOLE = Rules(kinds=("table-wise",))
 
 
@@ -62,7 +56,7 @@ def test_every_table_once_memory_kept_and_never_worse_than_greedy(seed, count, g
 @pytest.mark.parametrize("seed", range(4))
 def test_small_tasks_are_within_three_percent_of_the_optimum(seed):
     problem = toy.toy_problem(toy.some_tables(seed, 4), gpus=2 + seed % 2, batch_size=1000)
-    planning = find_plan(problem, SearchEffort(seconds=1.0, kicks=10, deterministic=0.05))
+    planning = find_plan(problem, SearchEffort(seconds=1.0, kicks=10, rebuilds=200))
     best = optimum(problem)
     assert planning.bound <= best * (1 + 1e-6)
     assert planning.best.simulated <= best * 1.03
@@ -86,64 +80,6 @@ def test_a_tiny_table_is_copied():
     tables = [toy.table("tiny", rows=4, pooling=1, dim=32)]
     planning = find_plan(toy.toy_problem(tables, 4, batch_size=10_000), QUICK)
     assert planning.best.state.placements() == (TablePlacement("tiny", "data-parallel", (0, 1, 2, 3)),)
-
-
-def test_cp_sat_finds_the_pairing_from_a_bad_start_and_proves_it():
-    tables = [toy.table(f"t{pooling}", pooling=pooling) for pooling in (40, 30, 20, 10)]
-    problem = toy.toy_problem(tables, 2, batch_size=1000, rules=WHOLE)
-    start = state_of(problem, tuple(TablePlacement(table.name, "table-wise", (0,)) for table in tables))
-    solution = solve(start, limits=Limits(1.0, 10.0))
-    assert solution.status == "optimal"
-    assert solution.state.seconds() == pytest.approx(optimum(problem), rel=1e-6)
-    assert solution.bound <= solution.state.seconds() * (1 + 1e-6)
-    assert solution.bound >= solution.state.seconds() * 0.98
-
-
-def test_ctrl_c_stops_cp_sat_and_still_works_afterwards():
-    """In a process of its own: the fault that this is about ends Python without a word."""
-    code = """
-import runpy, signal, threading, time
-names = runpy.run_path(FILE)
-tables = names["toy"].some_tables(3, 40)
-problem = names["toy"].toy_problem(tables, 8, batch_size=1000)
-places = tuple(names["TablePlacement"](each.name, "table-wise", (at % 8,)) for at, each in enumerate(tables))
-start = names["state_of"](problem, places)
-names["solve"](start, limits=names["Limits"](0.01, 10.0))
-began = time.monotonic()
-threading.Timer(1.0, signal.raise_signal, (signal.SIGINT,)).start()
-try:
-    names["solve"](start, limits=names["Limits"](1e9, 60.0))
-except KeyboardInterrupt:
-    print("stopped", time.monotonic() - began < 30.0)
-"""
-    command = [sys.executable, "-c", code.replace("FILE", repr(__file__))]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert found.stdout.split() == ["stopped", "True"], found.stderr
-
-
-def test_cp_sat_takes_options_that_no_machine_could_hold():
-    """The indices of such a table have more bytes than the solver's integers count in steps of a rank's memory."""
-    tables = [toy.table("vast", pooling=1e19), toy.table("small")]
-    problem = toy.toy_problem(tables, 2)
-    start = state_of(
-        problem, (TablePlacement("vast", "data-parallel", (0, 1)), TablePlacement("small", "table-wise", (0,)))
-    )
-    found = solve(start, limits=Limits(0.1, 5.0))
-    assert found.state.placements()[0].kind == "data-parallel" and found.state.fits()
-
-
-def test_cp_sat_on_some_ranks_leaves_the_others_alone():
-    tables = toy.some_tables(1, 8)
-    problem = toy.toy_problem(tables, 4, batch_size=1000, rules=WHOLE)
-    start = state_of(
-        problem, tuple(TablePlacement(each.name, "table-wise", (place % 4,)) for place, each in enumerate(tables))
-    )
-    free = neighbourhood(start, [0, 1])
-    assert free == [0, 1, 4, 5]
-    found = solve(start, free, [0, 1], Limits(0.5, 10.0)).state
-    assert [found.choices[place] for place in (2, 3, 6, 7)] == [start.choices[place] for place in (2, 3, 6, 7)]
-    assert all(set(found.choices[place][1]) <= {0, 1} for place in free)
-    assert found.seconds() <= start.seconds()
 
 
 def test_the_bound_of_even_tables_is_their_mean():
@@ -210,7 +146,7 @@ def test_the_explanation_names_the_busiest_rank_and_its_tables():
 
 def test_the_same_seed_gives_the_same_plan():
     problem = toy.toy_problem(toy.some_tables(5, 10), 4)
-    effort = SearchEffort(seconds=30.0, kicks=4, deterministic=0.0, seed=3)
+    effort = SearchEffort(seconds=30.0, kicks=4, rebuilds=40, seed=3)
     one, other = (find_plan(problem, effort).best.state for _ in range(2))
     assert one.choices == other.choices
     assert simulated_seconds(one) == simulated_seconds(other)

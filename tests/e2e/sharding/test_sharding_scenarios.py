@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from costmodel.machines.machine_file import load_machine
 from e2e.sharding.local_search import greedy_plans, kick
 from e2e.sharding.placement import Rules, TablePlacement
-from e2e.sharding.planner import PREMIUM, ExactTimes, SearchEffort, find_plan
+from e2e.sharding.planner import PREMIUM, SearchEffort, find_plan
 from e2e.sharding.scenarios import OWN_SHARE, Aim, ScenarioState, draw, search, uncertain
 from e2e.sharding.step_model import NOWHERE, State, all_ranks, state_of
+from lab.bench.sharding import ExactTimes
 from tests.e2e.sharding import toy_sharding as toy
 
 
@@ -170,7 +171,7 @@ def test_caution_prefers_what_cannot_become_uneven():
     loads = (30, 30, 20, 20, 20)
     tables = [toy.table(f"t{place}", 10**6, 128, float(pooling)) for place, pooling in enumerate(loads)]
     rules = Rules(kinds=("table-wise", "column-wise"))
-    effort = SearchEffort(seconds=60.0, kicks=3, deterministic=0.0, rebuilds=60)
+    effort = SearchEffort(seconds=60.0, kicks=3, rebuilds=60)
     sure, unsure = (
         toy.toy_problem(tables, 2, batch_size=5000, memory_bytes=1e11, rules=rules, half_width=width)
         for width in (0.0, 0.85)
@@ -189,7 +190,7 @@ def test_caution_prefers_what_cannot_become_uneven():
 @pytest.mark.parametrize("seed", range(4))
 def test_caution_costs_little_where_the_models_are_right_and_nothing_against_greedy(seed):
     problem = some_problem(seed, count=14, gpus=4, batch_size=1000)
-    planning = find_plan(problem, SearchEffort(seconds=2.0, kicks=3, deterministic=0.0, rebuilds=100))
+    planning = find_plan(problem, SearchEffort(seconds=2.0, kicks=3, rebuilds=100))
     assert planning.best.simulated <= planning.fastest.simulated * (1 + PREMIUM)
     for candidate in planning.greedy.values():
         assert candidate is None or planning.best.simulated <= candidate.simulated * (1 + 1e-9)
@@ -197,12 +198,12 @@ def test_caution_costs_little_where_the_models_are_right_and_nothing_against_gre
 
 def test_the_same_seed_gives_the_same_cautious_plan():
     problem = some_problem(2, count=10, gpus=4)
-    effort = SearchEffort(seconds=120.0, kicks=2, deterministic=0.0, rebuilds=40, seed=3)
+    effort = SearchEffort(seconds=120.0, kicks=2, rebuilds=40, seed=3)
     one, other = (find_plan(problem, effort).best.state for _ in range(2))
     assert one.choices == other.choices
 
 
-def test_no_caution_without_rebuilds():
-    planning = find_plan(some_problem(2), SearchEffort(seconds=1.0, kicks=2, deterministic=0.0, rebuilds=0))
+def test_no_caution_where_costs_are_taken_to_be_right():
+    planning = find_plan(some_problem(2), SearchEffort(seconds=1.0, kicks=2, rebuilds=20, cautious=False))
     assert planning.best is planning.fastest and planning.confidence is None
     assert replace(planning.best).expected == pytest.approx(planning.best.simulated)

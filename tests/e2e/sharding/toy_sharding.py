@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.cost_model import CostModel, Estimate
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine

@@ -1,11 +1,13 @@
-"""Ranks that disagree about a collective: the whole of each message, and what they may differ in."""
+"""Ranks that meet in a collective: when they have all come, what they may differ in, and the whole of each message."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous, describe_collective
+from e2e.simulate.simulator import Arrival, Meeting, Rendezvous, describe_collective
 from e2e.step.execution_graph import Collective
 
 WHERE = "job: all_reduce (group 'g', sequence 7): "
@@ -32,6 +34,23 @@ def agree(first: Collective, second: Collective) -> bool:
     rendezvous = Rendezvous({0: 1, 1: 1})
     assert arrive(rendezvous, 0, first) is None
     return arrive(rendezvous, 1, second) is not None
+
+
+def test_a_meeting_is_complete_when_all_ranks_have_come():
+    rendezvous = Rendezvous({0: 1, 1: 1})
+    assert rendezvous.arrive(0, call(), 0, Arrival(0, 0, 0, 5.0), 2.0) is None
+    meeting = rendezvous.arrive(0, call(), 1, Arrival(1, 0, 0, 3.0), 4.0)
+    assert meeting is not None and meeting.seconds == 4 and meeting.last().position == 0
+    assert not rendezvous.open
+
+
+def test_groups_sequences_and_iterations_are_apart():
+    rendezvous = Rendezvous({0: 1, 1: 1})
+    assert arrive(rendezvous, 0, call()) is None
+    assert arrive(rendezvous, 1, replace(call(), group="h")) is None
+    assert arrive(rendezvous, 1, replace(call(), sequence=8)) is None
+    assert rendezvous.arrive(1, call(), 1, Arrival(1, 0, 0, 0.0), 1.0) is None
+    assert len(rendezvous.open) == 4
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
@@ -99,6 +118,7 @@ def test_a_rank_takes_part_once_and_only_where_it_belongs():
 
 def test_as_many_ranks_may_be_absent_as_are_folded_into_others():
     """Ranks 0 and 2 stand for two each: two of the group are not in the graph, and no more."""
+    assert arrive(Rendezvous({0: 8}), 0, call(ranks=tuple(range(8)))) is not None
     folded = {0: 2, 2: 2}
     rendezvous = Rendezvous(folded, "job: ")
     assert arrive(rendezvous, 0, call(ranks=(0, 1, 2, 3))) is None

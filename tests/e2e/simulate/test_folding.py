@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.collectives import CollectiveModel, collective_cost_model
+from costmodel.collectives import CollectiveModel
 from costmodel.machines.cluster import load_cluster
-from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.price.collective_pricing import price_collectives
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
@@ -91,18 +90,3 @@ def test_folded_groups_share_the_network_as_all_of_them_do(network: str):
 
     folded = step(together(drawings[0], multiplicity={0: 16}))
     assert folded == pytest.approx(step(together(*drawings)), rel=0.1)
-
-
-@pytest.mark.parametrize("sharing", [1, 8])
-def test_fewer_or_slower_cards_never_make_a_transfer_faster(sharing: int):
-    """What was measured on a system is carried over from that system's own network."""
-
-    def seconds(network: str) -> float:
-        cluster = load_cluster("h100-sxm", 16, 2, network)
-        transfer = CollectiveTransfer("all_reduce", 64 << 20, 2, 2, None, sharing)
-        return collective_cost_model(cluster).estimate([transfer])[0].seconds
-
-    found = [seconds(f"infiniband-ndr:{cards}") for cards in (8, 4, 2, 1)] + [seconds("infiniband-hdr:1")]
-    assert found == sorted(found)
-    # The bytes alone, over one card's 400 Gbit/s.
-    assert found[0] > (64 << 20) / 50e9

@@ -70,12 +70,6 @@ def test_a_link_with_room_slows_nobody():
     assert ends([(0, 3, {"a": 1}), (0, 3, {"a": 0.5})]) == pytest.approx([4.5, 4.5])
 
 
-def test_what_a_slowed_transfer_leaves_is_used_by_others():
-    # Link a is full at speed 1/3 of its three users; on b that leaves 2/3 for the fourth.
-    speeds = fair_speeds({0: {"a": 1}, 1: {"a": 1}, 2: {"a": 1, "b": 1}, 3: {"b": 1}})
-    assert speeds == pytest.approx({0: 1 / 3, 1: 1 / 3, 2: 1 / 3, 3: 2 / 3})
-
-
 @given(st.lists(shares, min_size=1, max_size=8))
 def test_speeds_are_max_min_fair(links):
     speeds = fair_speeds(dict(enumerate(links)))

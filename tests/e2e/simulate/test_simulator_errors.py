@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.simulator import simulate, simulate_iterations
-from e2e.step.execution_graph import Await, ExecutionGraph, HostWork, Launch, StreamWait
+from e2e.step.execution_graph import Await, StreamWait
 from tests.e2e.drawn_graphs import Drawing, together
-
-
-def without_duration(graph: ExecutionGraph, kind: type) -> ExecutionGraph:
-    rank = graph.ranks[0]
-    threads = {
-        name: tuple(replace(action, duration=None) if isinstance(action, kind) else action for action in actions)
-        for name, actions in rank.threads.items()
-    }
-    return replace(graph, ranks=(replace(rank, threads=threads),))
-
-
-def test_work_without_a_price_is_refused_by_name():
-    d = Drawing()
-    d.host(1, "T2")
-    d.kernel("gemm", 1)
-    graph = together(d)
-    with pytest.raises(SimulationError, match=r"drawn: rank 0, thread 'main', action 0 \(T2\) has no duration"):
-        simulate(without_duration(graph, HostWork))
-    with pytest.raises(SimulationError, match=r"action 1 \(launch of gemm\) has no duration"):
-        simulate(without_duration(graph, Launch))
-    task = replace(graph.ranks[0].tasks[0], duration=None)
-    with pytest.raises(SimulationError, match=r"task 0 \(kernel 'gemm' on stream 7\) has no duration"):
-        simulate(replace(graph, ranks=(replace(graph.ranks[0], tasks=(task,)),)))
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_durations_are_refused(value: float):
-    d = Drawing()
-    d.host(value)
-    with pytest.raises(SimulationError, match=r"action 0 \(host\) takes"):
-        simulate(together(d))
 
 
 def test_a_rank_that_never_arrives_is_named():
@@ -101,15 +67,6 @@ def test_an_event_that_nothing_records_is_named():
     d.synchronize(event=3)
     with pytest.raises(SimulationError, match=r"action 0 \(synchronize event 3\) waits forever"):
         simulate(together(d))
-
-
-def test_ranks_must_be_there_once():
-    with pytest.raises(SimulationError, match="no ranks"):
-        simulate(ExecutionGraph(()))
-    with pytest.raises(SimulationError, match="rank 3 appears twice"):
-        simulate(together(Drawing(3), Drawing(3)))
-    with pytest.raises(SimulationError, match="multiplicity 2 of rank 8 fits no rank"):
-        simulate(together(Drawing(3), multiplicity={8: 2}))
 
 
 def test_a_circle_of_three_groups_is_named():

@@ -10,7 +10,6 @@ from rich.console import Console
 import e2e
 from costmodel.operators.experts import ExpertRouting
 from e2e.report.text_report import render
-from e2e.simulate.skew import parse_skew, skew_text
 from e2e.step.options import parse_routing, routing_text
 
 torch = pytest.importorskip("torch")
@@ -76,12 +75,10 @@ def test_questions_are_told_as_they_were_asked():
     assert told(asked)[0]["--what-if"] == "host=1.5x batch=2+kernels:gemm=2x"
 
 
-def test_texts_of_routing_and_skew_are_what_was_asked():
+def test_texts_of_routing_are_what_was_asked():
     for text in ("balanced", "power-law=1.2", "power-law=1.2,capacity=1.25"):
         assert routing_text(parse_routing(text)) == text
     assert routing_text(ExpertRouting(capacity=1.5)) == "capacity=1.5"
-    for text in ("spread=0.02", "spread=0,jitter=0.05,seed=3,start=2:1.5"):
-        assert skew_text(parse_skew(text)) == text
 
 
 @pytest.mark.parametrize("model", ["gpt2", "resnet-50", "dlrm"])

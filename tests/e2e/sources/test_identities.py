@@ -117,7 +117,8 @@ def mixture(folder: Path) -> list[str]:
 def recommending(folder: Path) -> list[str]:
     tables = _file(folder, "tables.yaml", TABLES)
     plan = str(folder / "plan.json")
-    _run("shard", "--tables", tables, "--gpu", "a100-sxm-40gb", "--gpus", "8", "--batch-size", "512", "-o", plan)
+    _run("shard", "--tables", tables, "--gpu", "a100-sxm-40gb", "--gpus", "8", "--batch-size", "512", "--seconds", "1",
+         "-o", plan)  # fmt: skip
     return ["--model", "dlrm", "--config", tables, "--sharding", plan, "--gpu", "a100-sxm-40gb", "--gpus", "8",
             "--batch-size", "512"]  # fmt: skip
 

@@ -203,7 +203,6 @@ def test_a_tensor_of_a_script_larger_than_any_memory_is_told(script):
         ("--parallel", f"dp={'9' * 5000}"),
         ("--what-if", "batch=\u00b2"),
         ("--what-if", f"batch={'9' * 5000}"),
-        ("--what-if", "stream:add=\u00b2"),
     ],
 )
 def test_digits_that_are_no_numbers(configuration, option, text):

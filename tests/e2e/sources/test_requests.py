@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
@@ -27,8 +28,8 @@ from e2e.sources.known_requests import (
     Trace,
     request_of,
 )
-from e2e.sources.prepared_step import one_gpu
 from e2e.sources.request import SOURCES
+from e2e.sources.step_setting import one_gpu
 from e2e.step.options import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -88,7 +89,7 @@ def test_options_choose_a_record(options, record):
         ({"model": "gpt2", "parallel": "dp=8", "mode": "forward-backward"}, "leave --mode forward-backward out"),
         ({"model": "gpt2", "cache_length": 8}, "--cache-length decodes: give --mode inference"),
         ({"traces": "a", "dtype": "bfloat16"}, "number types are as recorded; only tf32 changes them"),
-        ({"traces": "a", "skew": "spread=0.1"}, "--skew is for several ranks"),
+        ({"traces": "a", "speed_spread": 0.1}, "--speed-spread is for several ranks"),
         ({"kineto": "k", "network": "infiniband-ndr"}, "--network goes with --retarget"),
         ({"kineto": "k", "retarget": "t4"}, "--retarget needs the operators behind the kernels"),
         ({"script": "t.py:f", "gpus": 2, "ranks": "0-7"}, "--ranks 0-7: expected numbers"),
@@ -113,6 +114,10 @@ def test_jobs_that_are_not_spread_are_refused(options, message):
         e2e.predict(**H100, **options)
 
 
+def test_every_source_names_the_function_that_prepares_it():
+    assert all(callable(resolve_name(record.prepared_by)) for record in SOURCES)
+
+
 def test_ranks_are_numbers():
     assert request_of({"script": "t.py:f", "gpus": 8, "ranks": "0, 7", **H100}).ranks == (0, 7)
 
@@ -127,7 +132,9 @@ def test_a_record_has_its_options_and_no_others():
 def test_the_help_says_for_which_sources_an_option_is():
     assert note("batch_size") == " (Not for: execution trace, recorded run.)"
     assert note("gpu") == note("model") == note("lora") == note("parallel") == note("nodes") == ""
-    assert note("gpus") == note("skew") == " (Not for: recorded run.)"  # several GPUs are for models and scripts too
+    assert (
+        note("gpus") == note("speed_spread") == " (Not for: recorded run.)"
+    )  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
     places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
     assert places == sorted(places) and "(Not for: execution trace, recorded run.)" in shown
@@ -156,7 +163,7 @@ from dataclasses import dataclass
 from costmodel.operators.device_work import MemoryCopy
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request import Gpu, Request, source
-from e2e.sources.prepared_step import one_gpu, setting_of
+from e2e.sources.step_setting import one_gpu, setting_of
 from e2e.step.execution_graph import ExecutionGraph, Task
 from e2e.step.option_fields import option
 from e2e.step.execution_graph import RankWriter

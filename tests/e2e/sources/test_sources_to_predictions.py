@@ -72,18 +72,8 @@ def ran(
     return predict_request(request_of({**workload, **asked}))
 
 
-def built_in(folder: Path) -> Iterator[PredictionResult]:
-    yield ran(model="gpt2", **SMALL)
-    yield ran(model="gpt2", **SMALL, parallel="dp=2")
-
-
 def configuration(folder: Path) -> Iterator[PredictionResult]:
     yield ran(model_config=folder / "config.json", **SMALL)
-    yield ran(model_config=folder / "config.json", **SMALL, parallel="tp=2")
-
-
-def parallel_spec(folder: Path) -> Iterator[PredictionResult]:
-    yield ran(model_config=folder / "config.json", **SMALL, parallel="dp=1")
     yield ran(model_config=folder / "config.json", **SMALL, parallel="pp=2,dp=2,micro-batches=2")
 
 
@@ -113,7 +103,7 @@ def sharding_plan(folder: Path) -> Iterator[PredictionResult]:
         yield ran(model="dlrm", tables=folder / "tables.yaml", sharding=plan, gpus=gpus)
 
 
-SOURCES = (built_in, configuration, parallel_spec, script, execution_trace, recorded_trace, sharding_plan)
+SOURCES = (configuration, script, execution_trace, recorded_trace, sharding_plan)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from e2e.step.caching_allocator import CachingAllocator
+from e2e.step.memory import CachingAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
 

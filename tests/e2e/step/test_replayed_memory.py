@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from e2e.lowering.lower_trace import memory_of
-from e2e.step.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
-from e2e.step.memory import replayed_memory, workspace_bytes
+from e2e.step.memory import LARGE_SEGMENT, SMALL_SEGMENT, replayed_memory, workspace_bytes
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Tensor
 
 MIB = 1 << 20

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.spec import require_consistent
 from e2e.sources.prepared_step import run
 from e2e.sweeps.sweep_driver import SweepResult, sweep
-from e2e.sweeps.sweep_report import place_labels, render_sweep, sweep_record, write_plot
+from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
 from e2e.sweeps.sweep_results import ResultFile, SweepRow, SweepTask, evaluate
 from e2e.sweeps.sweep_space import RECOMPUTE, SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
 from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
@@ -395,21 +394,6 @@ def test_plot_is_written(tmp_path):
     path = tmp_path / "sweep.svg"
     write_plot(SweepResult(SweepRequest("model-name"), rows, 4), path)
     assert "</svg>" in path.read_text()
-
-
-def test_labels_of_a_plot_do_not_overlap():
-    """A dozen labels around points that lie close: those that find room neither meet each other nor leave the axes."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("Agg")
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    labels = [(f"dp={number},tp=8,pp=2", (1.0 + 0.15 * number, 1.0 + 0.02 * number)) for number in range(12)]
-    axes.plot([x for _, (x, _) in labels], [y for _, (_, y) in labels], "o")
-    placed = place_labels(figure, axes, labels)
-    figure.draw_without_rendering()
-    boxes = [note.get_window_extent() for note in placed]
-    pyplot.close(figure)
-    assert len(placed) >= 6
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_command_ranks_and_resumes(tiny, tmp_path):

@@ -69,6 +69,6 @@ def test_names_are_escaped():
 
 def test_labels_do_not_overlap_in_a_browser(tmp_path: Path):
     write_sweep_page(sweep(), tmp_path / "sweep.html")
-    code = f"""[{OVERLAPS}("#frontier svg text"), document.querySelectorAll("#frontier circle").length]"""
+    code = f"""[{OVERLAPS}("#frontier svg text"), document.querySelectorAll("#frontier g > title").length]"""
     (texts, overlaps), dots = found_in(tmp_path / "sweep.html", code)
     assert texts >= 15 and overlaps == 0 and dots == 30

@@ -15,9 +15,9 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import Tensor, tensors
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.json_stream import archive_members, read_members
-from e2e.traces.formats.last_step import read_last_step
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.json_stream import archive_members, read_members
+from e2e.traces.step_window import read_last_step
 from tests.e2e.recorded_traces import DLRM_ET, LINEAR_ET, recorded
 
 WEIGHT = [5, 6, 0, 32, 4, "cuda:0"]

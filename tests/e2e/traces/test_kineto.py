@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import CollectiveInfo, read_kineto
 from e2e.traces.host_time import nest
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import CollectiveInfo, read_kineto
 from tests.e2e.recorded_traces import DLRM, LINEAR, MAIN, RESNET_A100, RESNET_V100, Profile, recorded
 
 # Runtime calls that put work on a stream.

@@ -9,9 +9,9 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import KinetoTrace, read_kineto
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.linked_trace import link
 from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, LINEAR, LINEAR_ET, MAIN, Profile, recorded
 

@@ -13,9 +13,9 @@ import pytest
 from costmodel.base.errors import InputError
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import read_kineto
 from e2e.traces.launches import device_works
 from e2e.traces.linked_trace import link
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks

@@ -9,11 +9,11 @@ from e2e.explain.breakdowns import breakdown_of, range_figures
 from e2e.explain.critical_path import CriticalPath
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import names_around
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.formats.last_step import read_last_step
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
+from e2e.traces.step_window import read_last_step
 from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, Profile, recorded
 
 

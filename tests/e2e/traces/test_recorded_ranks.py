@@ -14,7 +14,7 @@ from e2e.commands.cli import app
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import Collective
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.formats.execution_trace import read_execution_trace
+from e2e.traces.execution_trace import read_execution_trace
 from e2e.traces.recorded_run import ranks_of_job, with_groups
 from tests.e2e.recorded_traces import DLRM_ET, recorded
 
@@ -130,7 +130,7 @@ def test_ranks_wait_for_the_one_with_more_work(tmp_path):
 
 def test_ranks_of_traces_may_differ_in_speed(tmp_path):
     files = [write_rank(tmp_path / f"{rank}.json", rank, 2, 2) for rank in range(2)]
-    record = predicted("--trace", files[0], "--trace", files[1], "--skew", "spread=0.2,seed=1")
+    record = predicted("--trace", files[0], "--trace", files[1], "--speed-spread", 0.2)
     first, second = (each["compute_seconds"] for each in record["ranks"])
     assert first != pytest.approx(second, rel=0.01)
 

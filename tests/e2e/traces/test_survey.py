@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.last_step import last_step, read_last_step
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.step_window import last_step, read_last_step
 from tests.e2e.recorded_traces import recorded
 
 WEIGHT = [1, 2, 0, 32, 4, "cuda:0"]

@@ -8,8 +8,8 @@ import pytest
 
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace
-from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.last_step import last_step
+from e2e.traces.execution_trace import read_execution_trace
+from e2e.traces.step_window import last_step
 from tests.e2e.recorded_traces import recorded
 
 TRACES = "execution_traces"

@@ -1,4 +1,4 @@
-"""Operators fused, lookups batched, operators on another stream, faster kernels and hosts, by arithmetic."""
+"""Operators fused, lookups batched, faster kernels and hosts, by arithmetic."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from costmodel.operators.device_work import Elementwise, Gemm
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate
-from e2e.step.execution_graph import ExecutionGraph, HostWork, Kernel, Launch, RecordEvent, StreamWait
+from e2e.step.execution_graph import ExecutionGraph, HostWork, Kernel, Launch
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import StepOptions
-from e2e.whatif.merged_calls import batched_lookups, fusible_chains, merge
-from e2e.whatif.other_streams import move
 from e2e.whatif.questions import FasterHost, FasterKernels
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import TracedRank
+from e2e.whatif.traced_rank import TracedRank, batched_lookups, fusible_chains, merge
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import Table, Toy
 
@@ -145,45 +143,6 @@ def test_tables_of_several_sizes_are_summed_and_work_between_decides_the_place()
     indices = script.call("argsort", used, shape=(LOOKUPS,))
     script.call("_embedding_bag", script.tensor(50, DIM), indices, script.tensor(BAGS), False, 0, shape=(BAGS, DIM))
     assert batched_lookups(script.traced()) == []  # the second needs what the first found
-
-
-def test_a_moved_operator_waits_for_its_data_alone():
-    """a -> moved -> c, while b goes on: 3 + max(10, 5) + 1."""
-    script = Script()
-    data = script.call("relu", script.tensor())
-    moved = script.call("exp", data)
-    other = script.call("mm", data, script.tensor(COLUMNS, COLUMNS))
-    script.call("add", moved, other)
-    traced = script.traced()
-    rank = traced.lowered
-    price_of = {0: 3.0, 1: 10.0, 2: 5.0, 3: 1.0}
-    from dataclasses import replace
-
-    from e2e.step.execution_graph import Duration
-
-    def timed(graph):
-        tasks = tuple(replace(task, duration=Duration.measured(price_of[task.call])) for task in graph.tasks)
-        return price(ExecutionGraph((replace(graph, tasks=tasks),)), Toy(0.0), Table(0.0))
-
-    apart = move(rank, traced, traced.matching("exp"), 9)
-    assert simulate(timed(rank)).step_seconds == pytest.approx(19.0)
-    assert simulate(timed(apart)).step_seconds == pytest.approx(14.0)
-    events = [action for action in apart.actions() if isinstance(action, RecordEvent | StreamWait)]
-    assert len(events) == 4 and [task.stream for task in apart.tasks] == [0, 9, 0, 0]
-
-
-def test_a_moved_operator_waits_for_the_step_before_where_that_writes_what_it_reads():
-    script = Script()
-    weight = script.tensor()
-    script.call("exp", weight)
-    script.calls.append(OperatorCall(1, "aten::add_", None, 0, (weight, script.tensor()), (weight,), "optimizer"))
-    traced = script.traced()
-    rank = move(traced.lowered, traced, traced.matching("exp"), 9)
-    first = next(iter(rank.threads.values()))[0]
-    assert isinstance(first, RecordEvent) and first.stream == 0
-    waits = [action for action in rank.actions() if isinstance(action, StreamWait)]
-    # The lookup for the last step, the update for the lookup.
-    assert [wait.stream for wait in waits] == [9, 0]
 
 
 def test_kernels_are_faster_by_family_by_name_and_inside_of_runs():

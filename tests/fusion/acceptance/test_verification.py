@@ -24,8 +24,8 @@ from fusion.acceptance.output_check import (
     prepare_check,
     step_of,
 )
-from fusion.artifact.build_folder import TensorInfo
 from fusion.comparing.output_errors import PATTERNS, broken_inputs, probes
+from fusion.model.build_folder import TensorInfo
 from fusion.tuning.network_check import expose
 
 LAYERS = ("Conv", "Gemm", "MatMul")

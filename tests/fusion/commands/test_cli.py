@@ -24,7 +24,7 @@ from costmodel.cpu.calibration import calibrate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
-from fusion.tuning.road import claimed_directory
+from fusion.tuning.tuning_run import claimed_directory
 from tests.web_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +159,7 @@ def test_the_page_of_a_build_shows_its_network_and_can_be_made_again(built):
     assert (directory / "report.html").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_tune_times_other_engines_that_are_asked_for(folder, tmp_path):
     """One that runs, and one of INT8 that has no file: the note says why."""
     words = [*tune_words(folder, tmp_path / "build", 1, "--minutes", 0), "--against", "torch-eager,onnxruntime-int8"]
@@ -180,6 +181,7 @@ def test_an_unknown_engine_is_refused_before_tuning(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_run_measures_no_kernel_twice(built, folder):
     directory, _ = built
     records = directory / "records" / "database_tuning_record.json"
@@ -221,7 +223,7 @@ def profiled(folder, tmp_path_factory) -> tuple[Path, dict, Path]:
     """A build for two batches of a model that leaves it open, the summary that was printed, and the model."""
     path = tmp_path_factory.mktemp("profiles")
     model = write_model(path / "open.onnx", batch="n")
-    words = ["tune", model, "-o", path / "build", "--trials", 1, "--threads", 1, "--machine", folder / "toy.yaml"]
+    words = ["tune", model, "-o", path / "build", "--minutes", 0, "--threads", 1, "--machine", folder / "toy.yaml"]
     done = fusion(*words, "--json", "--shape", "x=1,16,12,12", "--shape", "x=3,16,12,12")
     assert done.returncode == 0, done.stderr
     assert "profile x=1,16,12,12" in done.stderr and "profile x=3,16,12,12" in done.stderr
@@ -232,14 +234,13 @@ def test_every_profile_is_tuned_and_checked_and_shipped_in_one_folder(profiled):
     directory, summary, _ = profiled
     assert json.loads((directory / "summary.json").read_text()) == summary
     names = {path.name for path in directory.iterdir()}
-    assert names == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "report.html", "records"}
+    assert names - {"records"} == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "report.html"}
     for profile in summary["profiles"]:
         folder = directory / profile["folder"]
         own = {name: value for name, value in profile.items() if name != "folder"}
         assert json.loads((folder / "summary.json").read_text()) == own
         assert "x".join(map(str, profile["inputs"][0]["shape"])) == profile["folder"]
-        assert profile["max_abs_error"] < 1e-3 and profile["trials"] > 0 and (folder / "model.so").is_file()
-    assert summary["trials"] == sum(profile["trials"] for profile in summary["profiles"])
+        assert profile["max_abs_error"] < 1e-3 and (folder / "model.so").is_file()
 
 
 def test_run_picks_the_profile_and_names_all_where_none_fits(profiled, tmp_path):
@@ -284,6 +285,7 @@ def test_several_batches_of_a_static_model_are_profiles(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ctrl_c_builds_the_best_so_far_and_exits_with_130(folder):
     output = folder / "stopped"
     process = subprocess.Popen(

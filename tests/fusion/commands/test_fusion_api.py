@@ -18,9 +18,9 @@ from costmodel import ProjectError
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
-from fusion.artifact.build_folder import Artifact, TensorInfo
-from fusion.artifact.tuned_model import LoadedProfile, TunedModel
+from fusion.model.build_folder import Artifact, TensorInfo
 from fusion.model.named_arrays import to_tvm
+from fusion.model.tuned_model import LoadedProfile, TunedModel
 
 pytest.importorskip("tvm")
 
@@ -146,11 +146,11 @@ def test_the_pass_after_a_load_is_an_import_error_in_one_line(tiny_build: Artifa
     done = program(
         "import fusion\n"
         f"fusion.load({str(tiny_build.directory)!r})\n"
-        "try:\n    from fusion.passes.fuse_conv_pairs import FuseConvPairs\n"
+        "try:\n    from fusion.analysis.fuse_conv_pairs import FuseConvPairs\n"
         "except ImportError as error: print(error)\n"
     )
     (line,) = done.stdout.splitlines()
-    assert "import fusion.passes before the first fusion.load, or use another process" in line, done.stderr
+    assert "import fusion.analysis.fuse_conv_pairs before the first fusion.load" in line, done.stderr
 
 
 def toy_machine() -> Machine:

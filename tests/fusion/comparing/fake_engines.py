@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, Unavailable
+from fusion.comparing.engine import Arrays, EngineCall, EngineWorkload, Unavailable
 
 
 def _nothing() -> None:

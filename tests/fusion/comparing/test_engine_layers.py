@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion.artifact.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
 from fusion.comparing.compare import compare_command
-from fusion.comparing.engines.engine import ENGINES, TUNED, EngineWorkload, LayerTime, Unavailable
-from fusion.comparing.engines.engine_worker import Worker
+from fusion.comparing.engine import ENGINES, TUNED, EngineWorkload, LayerTime, Unavailable
+from fusion.comparing.engine_worker import Worker
 from fusion.comparing.layer_table import graph_node, join_layers
 from fusion.comparing.timing import Sampling
+from fusion.model.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
 from fusion.model.named_arrays import random_arrays
 from fusion.report.console_report import print_comparison
 from schedules.contract.cpu_target import host_target

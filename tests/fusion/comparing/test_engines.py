@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import Artifact, TensorInfo, digest
-from fusion.comparing.engines import engine
-from fusion.comparing.engines.engine import ENGINES, EngineSpec, EngineWorkload, Unavailable, select_engines
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing import engine
+from fusion.comparing.engine import ENGINES, EngineSpec, EngineWorkload, Unavailable, select_engines
+from fusion.comparing.engine_worker import EngineFailed, Worker
+from fusion.model.build_folder import Artifact, TensorInfo, digest
 from fusion.model.named_arrays import random_arrays
 
 onnx = pytest.importorskip("onnx")
@@ -78,7 +78,7 @@ def test_onnx_runtime_that_checks_others_rounds_no_floats_before_weights_in_byte
 
     from onnx import TensorProto, helper, numpy_helper
 
-    from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine
+    from fusion.comparing.onnx_runtime import OnnxRuntimeEngine
 
     rng = np.random.default_rng(0)
     weight, scale = rng.integers(-127, 128, (64, 32)).astype(np.int8), rng.uniform(0.01, 0.02, 32).astype(np.float32)
@@ -108,7 +108,7 @@ def test_onnx_runtime_that_checks_others_rounds_no_floats_before_weights_in_byte
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("torch-eager", "torch-bf16") else ())
+        pytest.param(name, marks=pytest.mark.thorough if name in ("torch", "torch-bf16") else ())
         for name in sorted(ENGINES)
         if name != "tvm-metaschedule" and not name.endswith("-int8")
     ],
@@ -153,7 +153,7 @@ def test_symbolic_dimensions_take_the_shapes_in_use(name: str, tmp_path: Path):
 
 def test_a_torch_mode_that_cannot_compile_is_named_and_the_best_of_the_rest_is_used(tiny: EngineWorkload, monkeypatch):
     pytest.importorskip("torch")
-    from fusion.comparing.engines import pytorch
+    from fusion.comparing import pytorch
 
     def broken(graph, examples):
         raise RuntimeError("no C++ compiler\nlong story")
@@ -257,7 +257,7 @@ def test_an_engine_that_computes_no_layer_in_integers_is_unavailable(name: str, 
 def test_openvino_without_the_hinted_precision_is_unavailable(layers: Path, tmp_path: Path, monkeypatch):
     """As on a CPU without BF16: the hint reads back as FP32, or no layer follows it."""
     pytest.importorskip("openvino")
-    from fusion.comparing.engines import open_vino
+    from fusion.comparing import open_vino
 
     def get_property(name: str):
         return types.SimpleNamespace(to_string=lambda: "f32")
@@ -275,7 +275,7 @@ def test_openvino_without_the_hinted_precision_is_unavailable(layers: Path, tmp_
 
 
 def test_the_share_of_layers_is_told_where_it_is_not_all():
-    from fusion.comparing.engines.open_vino import _described
+    from fusion.comparing.open_vino import _described
 
     assert _described({"bf16": 52, "f32": 1}, "bf16", ("bf16",)) == "bf16 in 52 of 53 layers"
     assert _described({"bf16": 3}, "bf16", ("bf16",)) == "bf16"
@@ -285,7 +285,7 @@ def test_the_share_of_layers_is_told_where_it_is_not_all():
 
 
 def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
-    from fusion.comparing.engines.engine import peers_of
+    from fusion.comparing.engine import peers_of
 
     assert peers_of("bfloat16") == ("openvino-bf16", "torch-bf16")
     assert set(peers_of("int8")) == {"openvino-int8", "onnxruntime-int8"}
@@ -317,7 +317,7 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
     import dataclasses
     import shutil
 
-    from fusion.comparing.engines import apache_tvm
+    from fusion.comparing import apache_tvm
 
     workload = dataclasses.replace(tiny, cache=tmp_path, trials_per_task=7)
     tuned = []
@@ -396,7 +396,7 @@ def test_a_crash_names_its_signal(fake, tiny: EngineWorkload):
 
 
 def test_a_hang_is_ended_with_its_process(fake, tiny: EngineWorkload, monkeypatch: pytest.MonkeyPatch):
-    from fusion.comparing.engines import engine_worker as module
+    from fusion.comparing import engine_worker as module
 
     with Worker(fake("HANGING"), 2) as worker:
         worker.prepare(tiny, 60)
@@ -409,9 +409,9 @@ def test_a_hang_is_ended_with_its_process(fake, tiny: EngineWorkload, monkeypatc
 
 def test_an_engine_dies_with_a_parent_that_is_killed(tmp_path: Path):
     code = (
-        "import os, signal\nfrom fusion.comparing.engines.engine import EngineSpec\n"
-        "from fusion.comparing.engines.engine_worker import Worker\n"
-        "from fusion.comparing.engines.engine import EngineWorkload\n"
+        "import os, signal\nfrom fusion.comparing.engine import EngineSpec\n"
+        "from fusion.comparing.engine_worker import Worker\n"
+        "from fusion.comparing.engine import EngineWorkload\n"
         "worker = Worker(EngineSpec('hanging', 'fake_engines:HANGING', (), ''), 1)\n"
         "worker.prepare(None, 60)\nworker.bind({'a': 0, 'b': 0})\n"
         "worker._connection.send(('block', (0, 1, 0.0)))\n"  # now it sleeps for an hour

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fusion.comparing import layer_table as asked
-from fusion.comparing.engines.engine import LayerTime, Unavailable, typical
-from fusion.comparing.engines.onnx_runtime import node_times
+from fusion.comparing.engine import LayerTime, Unavailable, typical
 from fusion.comparing.layer_table import LayerTable, graph_node, join_layers, lost_layers, read_nodes
+from fusion.comparing.onnx_runtime import node_times
 
 # /a/Conv -> /a/Relu -> /b/Conv -> /Add (with /a/Relu) -> pool -> Gemm without a name
 NODES = [

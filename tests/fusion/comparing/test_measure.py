@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fusion.comparing import timing as rounds_module
-from fusion.comparing.engines.engine_worker import EngineFailed
-from fusion.comparing.timing import LEAST_ROUNDS, CacheFlush, Sampling, measure
+from fusion.comparing.engine_worker import EngineFailed
+from fusion.comparing.timing import LEAST_ROUNDS, Sampling, measure
 
 
 class Scripted:
@@ -36,7 +36,6 @@ def test_statistics_of_one_engine():
     assert timing.minimum == 1
     assert timing.calls == 9
     assert timing.ratio == 1
-    assert timing.cold_median is None
 
 
 def test_the_ratio_is_taken_within_rounds_so_that_drift_cancels():
@@ -74,23 +73,3 @@ def test_a_failing_engine_is_left_out_and_the_others_go_on():
 def test_the_failure_of_the_baseline_is_raised():
     with pytest.raises(EngineFailed, match="it died"):
         measure({"tuned": Scripted("tuned", ["it died"])}, "tuned", rounds(2))
-
-
-def test_cold_calls_come_one_by_one_without_warm_up_each_after_a_flush():
-    log: list = []
-    warm_and_cold = [[1], [10], [30], [20], [1], [40], [40], [40]]
-    tuned = Scripted("tuned", warm_and_cold, log)
-    other = Scripted("other", [[2], [20], [60], [40], [2], [80], [80], [80]], log)
-    timings = measure({"tuned": tuned, "other": other}, "tuned", rounds(2, cold_calls=3, warmup=7)).timings
-    assert timings["tuned"].cold_median == 30  # of the rounds' 20 and 40
-    assert timings["other"].cold_ratio == 2
-    assert timings["tuned"].median == 1
-    assert [entry for entry in log if entry[0] == "tuned"][:4] == [("tuned", 7, 5), *[("tuned", 0, 1)] * 3]
-
-
-def test_the_flush_touches_every_byte_of_its_buffer():
-    flush = CacheFlush(size_bytes=8000)
-    flush()
-    flush()
-    assert sum(share.size for share in flush._shares) == 1000
-    assert all((share == 2).all() for share in flush._shares)

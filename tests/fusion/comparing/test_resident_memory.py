@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import numpy as np
-from fusion.comparing.engines.engine_worker import peak_growth, start_of_growth
+from fusion.comparing.engine_worker import peak_growth, start_of_growth
 before = np.ones(40 * 2**20, np.uint8)  # loaded: not growth
 del before
 start = start_of_growth()

@@ -16,8 +16,8 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from fusion.comparing.engines.engine import Unavailable
-from fusion.comparing.engines.torch_graph import convert, fold_batch_norms
+from fusion.comparing.engine import Unavailable
+from fusion.comparing.torch_graph import convert, fold_batch_norms
 
 IMAGE = (1, 4, 7, 9)
 

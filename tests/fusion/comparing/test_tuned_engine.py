@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.comparing.engines import apache_tvm
+from fusion.comparing import apache_tvm
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])

@@ -13,7 +13,7 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
-from fusion.artifact.build_folder import TensorInfo
+from fusion.model.build_folder import TensorInfo
 from fusion.model.named_arrays import random_arrays
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph

@@ -19,7 +19,7 @@ from fusion.relax.onnx.quantised_model import (
     NOT_ROUNDED,
     WIDE_DATA,
     FloatLayer,
-    told_in_floats,
+    float_layer_notes,
 )
 from fusion.relax.onnx.quantised_rewrites import in_whole_numbers
 from schedules.contract.cpu_target import CpuTarget
@@ -270,7 +270,7 @@ def test_why_layers_are_in_floats_is_told(tmp_path):
     assert reasons == {
         "of 16 bits": WIDE_DATA, "of floats": FLOAT_WEIGHTS, "conv of floats": FLOAT_DATA, "not rounded": NOT_ROUNDED
     }  # fmt: skip
-    told = told_in_floats([*found, FloatLayer("another", WIDE_DATA)])
+    told = float_layer_notes([*found, FloatLayer("another", WIDE_DATA)])
     assert told[0] == f"layers of the quantised model in floats, 2: {WIDE_DATA} (of 16 bits, another)"
     assert import_onnx(path, whole_numbers=False).in_floats == ()
 

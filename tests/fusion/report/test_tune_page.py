@@ -12,8 +12,9 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from costmodel.operators.layers import Conv2d
+from costmodel.pages.charts import inline_chart
 from fusion.model.conv_graph import FusionPlan, Graph, Group, Node, Other
-from fusion.report.pictures import COLUMNS, network_picture, place_layers
+from fusion.report.pictures import COLUMNS, WIDE, draw_frontier, network_picture, place_layers
 from fusion.report.tune_page import page, remove_reports, write_reports
 from fusion.tuning.summary import network_record
 from tests.web_pages import HOSTILE, OVERLAPS, drawn_page, found_in, read_page
@@ -115,7 +116,7 @@ def test_long_chains_wrap_and_boxes_never_lie_on_each_other():
     assert len(placed) == len(layers) and max(each.column for each in placed.values()) == COLUMNS - 1
     assert max(each.band for each in placed.values()) >= 40 // COLUMNS
     for one, other in combinations(placed.values(), 2):
-        assert one.right <= other.left or other.right <= one.left or abs(one.top - other.top) >= 50
+        assert abs(one.left - other.left) >= WIDE or abs(one.top - other.top) >= 50
     order = {each["name"]: (placed[each["name"]].band, placed[each["name"]].column) for each in layers}
     for each in layers:
         assert all(order[source] < order[each["name"]] for source in each["reads"])
@@ -125,34 +126,34 @@ def test_every_fused_kernel_is_a_block_behind_its_layers():
     found = network([f"l{number}" for number in range(20)])
     read = read_page(page({**summary(), "network": found}))
     assert read.count("g", class_="fused") == 10
-    svg = str(network_picture(found, {}))
+    block = network_picture(found, {})["blocks"][0]
     first = place_layers(found["layers"])["l0"]
-    block = svg.partition('<g class="fused">')[2] if '<g class="fused">' in svg else svg.partition('class="fused"')[0]
-    assert f'x="{first.left - 9:g}"' in block
+    assert block["areas"][0][:2] == (first.left - 9, first.top - 9) and "l0 + l1" in block["tip"]
 
 
 def test_the_roofline_has_each_measured_site_before_and_after():
     read = read_page(page(summary()))
     tips = [text for text in read.texts if text.startswith(("before: ", "after: "))]
     assert len(tips) == 2 * 10 and any("block.0.conv" in tip or "0.conv" in tip or "0" in tip for tip in tips)
-    assert "DRAM 20 GB/s" in read.text and "float32 200 Gflop/s" in read.text
+    assert "DRAM 20 GB/s" in read.text and "float32 200 GFLOP/s" in read.text
+
+
+def test_the_frontier_has_every_candidate():
+    def point(layers: int, error: float, micros: float, chosen: bool = False, measured: bool = True) -> dict:
+        times = {"predicted_seconds": 0.9e-6 * micros, "measured_seconds": 1e-6 * micros if measured else None}
+        return {"layers": layers, "error": error, "chosen": chosen, **times,
+                "raced_seconds": 1.1e-6 * micros if chosen else None}  # fmt: skip
+
+    points = [point(0, 0.0, 900), point(20, 0.004, 700, chosen=True), point(50, 0.03, 500, measured=False)]
+    precision = {"choice": {"frontier": points}, "max_error": 0.01, "layers": 50}
+    chart = inline_chart("frontier", lambda axes: draw_frontier(axes, precision))
+    assert all(f">{text}</text>" in chart for text in ("0", "20", "50", "chosen", "allowed error"))
 
 
 def test_names_are_escaped():
     names = [HOSTILE, *(f"{HOSTILE}{number}" for number in range(19))]
     read = read_page(page(summary(names)))
     assert read.count("b") == 0 and read.text.count("onmouseover") > 20
-
-
-def test_a_summary_of_an_older_version_gives_what_it_has():
-    old = summary()
-    for name in ("network", "tuning_curve", "layers", "stage_seconds", "finals", "check"):
-        old.pop(name)
-    for site in old["sites"]:
-        for name in ("flops", "unfused_intensity", "fused_intensity"):
-            site.pop(name)
-    read = read_page(page(old))
-    assert "This build is older" in read.text and "1.33 times faster fused" in read.text
 
 
 def test_a_build_that_was_not_timed_says_so():

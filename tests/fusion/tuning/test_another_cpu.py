@@ -35,7 +35,7 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
     """As on a CPU without AVX-512: nothing is run, neither here nor by ``load``."""
     old = frozenset(("avx2", "fma"))
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", lambda: old)
-    monkeypatch.setattr("fusion.artifact.build_folder.cpu_flags", lambda: old)
+    monkeypatch.setattr("fusion.model.build_folder.cpu_flags", lambda: old)
     target = "llvm -mcpu=znver4 -num-cores 8"
     summary = fusion.tune(folder / "model.onnx", tmp_path / "build", target=target, machine=folder / "toy.yaml")
     manifest = json.loads((tmp_path / "build" / "manifest.json").read_text())
@@ -51,7 +51,9 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
         fusion.load(tmp_path / "build")
 
 
-@pytest.mark.parametrize(("mcpu", "precision"), [("cascadelake", "int8"), ("haswell", "float32")])
+@pytest.mark.parametrize(
+    ("mcpu", "precision"), [("cascadelake", "int8"), pytest.param("haswell", "float32", marks=pytest.mark.thorough)]
+)
 def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_path: Path, monkeypatch):
     """Whole numbers for a CPU that has kernels of them, floats for another."""
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
@@ -65,7 +67,7 @@ def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_pa
     assert manifest["precision"] == precision == summary["precision"]["shipped"]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "auto"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_a_precision_of_another_cpu(precision, folder: Path, tmp_path: Path, monkeypatch):
     """Errors are told by ONNX Runtime here; nothing is run of what is built."""
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)

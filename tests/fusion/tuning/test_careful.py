@@ -23,8 +23,8 @@ from fusion.tuning.network_check import CAREFUL, CheckCost, CheckedNetwork, Netw
 from fusion.tuning.network_tuning import TunedKernels
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
-from schedules.records.tuning_records import RecordStore
 from schedules.tuning.kernel_ranking import KernelGuesses
+from schedules.tuning.tuning_records import RecordStore
 
 CPU = host_target(2)
 GUESSES = KernelGuesses(CPU)

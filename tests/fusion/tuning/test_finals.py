@@ -16,7 +16,7 @@ from costmodel.operators.layers import Conv2d, FusedConvs
 from fusion.comparing.timing import LEAST_ROUNDS, Sampling
 from fusion.model.conv_graph import Graph, Node, Site, cover, unfused_plan
 from fusion.tuning.clock import StageClock, TimeLimit
-from fusion.tuning.finals import MOST_REPEATS, finalists, race, told_apart
+from fusion.tuning.finals import MOST_REPEATS, differ_clearly, finalists, race
 from fusion.tuning.job import TuningJob
 from fusion.tuning.network_tuning import TunedKernels
 from fusion.tuning.rehearsal import Rehearsed
@@ -46,7 +46,7 @@ def test_the_fastest_is_shipped_whichever_it_is(fastest):
     fakes = {name: steady(1.0 if name == fastest else 1.03) for name in ("fused", "partly fused", "unfused")}
     runtime = steady(2.0)
     found = race({name: (0, fake) for name, fake in fakes.items()}, {"onnxruntime": runtime}, math.inf, ROUNDS)
-    assert found.winner == fastest and found.told_apart
+    assert found.winner == fastest and found.differ_clearly
     assert [entry.rounds for entry in found.entries] == [15] * 3
     assert found.entry(fastest).ratio_to_unfused == pytest.approx(1.0 if fastest == "unfused" else 1 / 1.03)
     assert found.others["onnxruntime"] == pytest.approx(2.0 * 1.3)
@@ -64,7 +64,7 @@ def test_close_networks_are_timed_again_but_not_for_ever():
     apart = Fake(lambda index: 1.0)
     said: list[str] = []
     found = race({"fused": (3, fused), "unfused": (0, apart)}, {}, math.inf, ROUNDS, said.append)
-    assert not found.told_apart and len(said) == MOST_REPEATS - 1
+    assert not found.differ_clearly and len(said) == MOST_REPEATS - 1
     assert found.entries[0].rounds == MOST_REPEATS * 15 == len(apart.blocks)
 
 
@@ -75,19 +75,19 @@ def test_no_round_is_added_when_time_is_up():
 
 def test_of_equals_the_simpler_one_is_shipped():
     found = race({"fused": (3, steady(1.0)), "unfused": (0, steady(1.0))}, {}, math.inf, ROUNDS)
-    assert found.winner == "unfused" and not found.told_apart
+    assert found.winner == "unfused" and not found.differ_clearly
 
 
 def test_a_single_network_is_timed_once():
     alone = steady(1.0)
     found = race({"unfused": (0, alone)}, {}, math.inf, ROUNDS)
-    assert found.winner == "unfused" and found.told_apart and len(alone.blocks) == 15
+    assert found.winner == "unfused" and found.differ_clearly and len(alone.blocks) == 15
     assert found.to_json()["networks"][0]["ratio_to_unfused"] == 1.0
 
 
 def test_a_lucky_majority_decides_nothing():
-    assert not told_apart({"fused": [0.9] * 9 + [1.1] * 6, "unfused": [1.0] * 15})
-    assert told_apart({"fused": [0.9] * 12 + [1.1] * 3, "unfused": [1.0] * 15})
+    assert not differ_clearly({"fused": [0.9] * 9 + [1.1] * 6, "unfused": [1.0] * 15})
+    assert differ_clearly({"fused": [0.9] * 12 + [1.1] * 3, "unfused": [1.0] * 15})
 
 
 # --- which networks ------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_the_same_network_is_built_once():
 def test_one_network_alone_is_its_own_baseline():
     """Without time for the network without fusion."""
     found = race({"fused": (3, steady(1.0))}, {"onnxruntime": steady(2.0)}, math.inf, ROUNDS)
-    assert found.winner == "fused" and found.told_apart
+    assert found.winner == "fused" and found.differ_clearly
     assert found.entry("fused").ratio_to_unfused == 1.0 and found.others["onnxruntime"] == pytest.approx(2.6)
 
 

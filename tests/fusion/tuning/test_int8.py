@@ -84,6 +84,7 @@ def test_all_layers_are_quantised_where_nobody_limits_the_error(folder, whole):
 
 
 @needs_bytes
+@pytest.mark.thorough
 def test_engines_of_int8_run_the_file_of_the_build(folder, tmp_path, whole):
     """By itself; beside a build of the float model; beside that model; and where the build has moved."""
     build, quick = tmp_path / "moved", Sampling(rounds=2, seconds=0.01, calls=2, warmup=1)
@@ -149,6 +150,7 @@ def test_int8_needs_samples(folder, tmp_path, options, message):
     assert not (tmp_path / "build").exists()
 
 
+@pytest.mark.thorough
 def test_for_another_cpu_it_is_quantised_here(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
     record = tuned(folder, tmp_path / "build", threads=None, target="llvm -mcpu=cascadelake -num-cores 2").record

@@ -47,8 +47,8 @@ def job(monkeypatch) -> MixedJob:
         job.now += job.race_takes
         raise BudgetExceeded("too much", 0.05)
 
-    def tightened(job, *_):
-        job.done.append("tightened")
+    def tighten(job, *_):
+        job.done.append("tighten")
         return mixed
 
     network = SimpleNamespace(graph=None, sites=None, folder=None, request=SimpleNamespace(minutes=1.0, output=None))
@@ -57,7 +57,7 @@ def job(monkeypatch) -> MixedJob:
     monkeypatch.setattr(clock.time, "monotonic", lambda: job.now)
     monkeypatch.setattr(mixed_job, "search_mixed", lambda *_: MixedSearch(mixed, None, CHOICE))
     monkeypatch.setattr(mixed_job, "finalists", lambda *_, **__: ("unfused", "fused"))
-    monkeypatch.setattr(mixed_job, "tightened", tightened)
+    monkeypatch.setattr(mixed_job, "tighten", tighten)
     monkeypatch.setattr(MixedJob, "_race_mixed", race_mixed)
     monkeypatch.setattr(MixedJob, "race", lambda job, found, end: job.done.append(f"{len(found)} in float32"))
     return job
@@ -71,7 +71,7 @@ def run(job: MixedJob, end: float) -> PrecisionReport | None:
 
 def test_with_time_fewer_layers_are_tried_and_float32_is_left(job):
     report = run(job, math.inf)
-    assert job.done == ["raced", "tightened"] * MOST_REBUILDS + ["raced", "2 in float32"]
+    assert job.done == ["raced", "tighten"] * MOST_REBUILDS + ["raced", "2 in float32"]
     assert report.choice.rounded == frozenset() and report.choice.kept == ("a", "b")
     assert [point.chosen for point in report.choice.frontier] == [True, False]
 
@@ -79,7 +79,7 @@ def test_with_time_fewer_layers_are_tried_and_float32_is_left(job):
 def test_without_time_for_another_network_float32_is_left_at_once(job):
     job.race_takes = 70.0
     run(job, 100.0)  # a rebuild takes three networks of 4 s, draws of 3 s, a race of 8 s: 30 s do
-    assert job.done == ["raced", "tightened", "raced", "1 in float32"]
+    assert job.done == ["raced", "tighten", "raced", "1 in float32"]
     job.done.clear()
     job.now, job.race_takes = 0.0, 85.0
     run(job, 100.0)

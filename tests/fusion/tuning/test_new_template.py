@@ -1,4 +1,4 @@
-"""A new chain is one file and one line: a template that nothing else knows is found, tuned, chosen and lowered."""
+"""A new chain is one file and one call: a template that nothing else knows is found, tuned, chosen and lowered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.relax.machine_code import build
 from fusion.tuning.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, config_terms, template_for
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 from tests.fusion.fake_runner import FakeRunner
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 from tests.fusion.two_pointwise import TwoPointwise
@@ -33,13 +33,8 @@ class OneMicrosecond:
 @pytest.fixture(autouse=True)
 def without_own_pair(monkeypatch):
     """The project's own template of this chain makes way for the toy."""
-    others = tuple(template for template in templates.TEMPLATES if template.family != TwoPointwise.family)
+    others = [template for template in templates.TEMPLATES if template.family != TwoPointwise.family]
     monkeypatch.setattr(templates, "TEMPLATES", others)
-
-
-@pytest.fixture
-def registered(without_own_pair, monkeypatch):
-    monkeypatch.setattr(templates, "TEMPLATES", (*templates.TEMPLATES, TwoPointwise()))
 
 
 def seconds(operator) -> float:
@@ -53,11 +48,12 @@ def tuned(directory: Path, graph: Graph, runner: FakeRunner) -> TunedKernels:
         return tuner.tune(TuningBudget(trials=12))
 
 
-def test_without_its_line_the_chain_is_no_site():
+def test_without_its_call_the_chain_is_no_site():
     assert find_sites(extract_graph(MODULE), CPU) == []
 
 
-def test_a_registered_template_is_found_tuned_chosen_and_lowered(registered, tmp_path):
+def test_a_registered_template_is_found_tuned_chosen_and_lowered(tmp_path):
+    templates.register(TwoPointwise())
     graph = extract_graph(MODULE)
     (site,) = find_sites(graph, CPU)
     template = template_for(site.operator, CPU)

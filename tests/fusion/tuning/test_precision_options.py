@@ -140,7 +140,7 @@ def test_what_each_precision_promises(folder):
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("precision", ["bfloat16", "auto"])
+@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.thorough), "auto"])
 def test_a_build_in_bfloat16_takes_and_gives_float32(folder, tmp_path, precision):
     done = fusion(*tune_words(folder, tmp_path / "build", 1, "--precision", precision, "--max-error", 0.5))
     assert done.returncode == 0, done.stderr
@@ -183,6 +183,7 @@ def test_a_budget_that_bfloat16_cannot_keep_is_refused_before_tuning(folder, tmp
 
 
 @needs_bfloat16
+@pytest.mark.thorough
 def test_under_a_tiny_budget_auto_stays_in_float32(folder, tmp_path):
     done = fusion(*tune_words(folder, tmp_path / "build", 1, "--precision", "auto", "--max-error", 1e-6))
     assert done.returncode == 0, done.stderr

@@ -217,7 +217,7 @@ def test_random_calibration_is_asked_for_by_name(folder, tmp_path):
     assert "input 'x' of 1000000000,3,16,16 has 768,000,000,000 elements" in line
 
 
-@pytest.mark.parametrize(("samples", "held_out"), [(1, 0), (2, 1), (3, 1), (5, 1), (11, 2)])
+@pytest.mark.parametrize(("samples", "held_out"), [(1, 0), (5, 1), (11, 2)])
 def test_errors_are_told_on_samples_that_were_not_calibrated_with_and_of_one_alone_that_is_said(
     folder, tmp_path, samples, held_out
 ):
@@ -228,7 +228,7 @@ def test_errors_are_told_on_samples_that_were_not_calibrated_with_and_of_one_alo
     assert ("one sample alone" in render_quantized(summary)) == (held_out == 0)
 
 
-@pytest.mark.parametrize("values", [np.zeros(6), np.ones(6), np.arange(6.0)])
+@pytest.mark.parametrize("values", [np.ones(6), np.arange(6.0)])
 def test_samples_of_one_number_are_refused(folder, tmp_path, values):
     flat = np.broadcast_to(values.astype(np.float32).reshape(-1, 1, 1, 1), (6, *SHAPE))
     data = write_samples(tmp_path / "flat.npz", x=flat)

@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.base.errors import OutputError, TuningError
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.artifact.build_folder import output_directory
+from fusion.model.build_folder import output_directory
 from fusion.model.conv_graph import FusionPlan, Graph, Node, find_sites
 from fusion.report.console_report import short_names
 from fusion.tuning import network_tuning, rehearsal
@@ -17,9 +17,9 @@ from fusion.tuning.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTune
 from fusion.tuning.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
-from schedules.records.tuning_records import RecordStore
 from schedules.tuning import kernel_tuner
 from schedules.tuning.kernel_tuner import SearchSettings, Tuner
+from schedules.tuning.tuning_records import RecordStore
 from tests.fusion.fake_runner import FakeRunner, NoOpinion
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from costmodel.base.errors import InputError
 from costmodel.operators.lookups import zipf
 from e2e.sharding.local_search import GREEDY
 from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
 from e2e.sharding.step_model import state_of
-from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, run_task, small_task
+from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, read_histograms, run_task, small_task
+from lab.data.data_folder import data_folder
 
-QUICK = SearchEffort(seconds=0.5, kicks=3, deterministic=0.0)
+DATA = data_folder() / "dlrm_datasets"
+QUICK = SearchEffort(seconds=0.5, kicks=3)
 FIRST, SECOND, *OTHERS = GREEDY
 
 
@@ -62,3 +65,63 @@ def test_a_task_gives_every_sharder_its_predicted_and_its_true_time():
     assert set(first.true) == {OURS, ORACLE, *GREEDY} and set(first.predicted) == {OURS, *GREEDY}
     assert first.true[ORACLE] is not None and second.true[ORACLE] is None
     assert (first.tables, first.gpus) == (len(task.tables), task.ranks) and first.regret >= 0.0
+
+
+# --- popularity in public data sets ---------------------------------------------------------------
+
+SECTION = """toy_t2_bs10.pt
+Locality stats after processing 1 batches of size 10
+Avg # of indices: {lookups}
+Avg # of unique cols: {unique}
+Avg col size: 1.5
+Histogram of col sizes:
+{rows}
+[0, 1, 2]
+Ratio of index distribution at different column sizes:
+{shares}
+"""
+
+
+def section(lookups: int, unique: int, rows: np.ndarray, shares: np.ndarray) -> str:
+    """A file with one data set of two tables."""
+    names = ["(0, 1]", *(f"({2**k}, {2 ** (k + 1)}]" for k in range(15)), "(32768+"]
+    lines = [
+        "\n".join(f"{name}: {share:.3f}" for name, share in zip(names, each, strict=True)) for each in (rows, shares)
+    ]
+    return SECTION.format(lookups=lookups, unique=unique, rows=lines[0], shares=lines[1])
+
+
+def test_a_histogram_gives_back_the_data_it_was_made_of(tmp_path):
+    truth = zipf(50_000, 1.1)
+    shares = (each.clip(0.0) + 0.0 for each in (truth.reuse_factors(100_000), truth.lookup_shares(100_000)))
+    path = tmp_path / "stats.txt"
+    path.write_text(section(200_000, round(2 * truth.unique_rows(100_000)), *shares))
+    histogram = read_histograms(path)["toy_t2_bs10.pt"]
+    assert (histogram.tables, histogram.batch_size, histogram.pooling) == (2, 10, 10_000)
+    found = histogram.statistics()
+    for lookups in (1000, 10_000, 100_000):
+        assert found.unique_rows(lookups) == pytest.approx(truth.unique_rows(lookups), rel=0.04)
+    assert found.hit_rate(100_000, 1000) == pytest.approx(truth.hit_rate(100_000, 1000), abs=0.02)
+    assert histogram.statistics(400).rows == 400
+
+
+def test_malformed_histograms_are_named(tmp_path):
+    path = tmp_path / "stats.txt"
+    path.write_text("nothing\n")
+    with pytest.raises(InputError, match=r"stats\.txt: no data set"):
+        read_histograms(path)
+    path.write_text("toy_t2_bs10.pt\nAvg # of indices: 5\n(0, 1]: 0.5\n")
+    with pytest.raises(InputError, match=r"stats\.txt: toy_t2_bs10\.pt: needs two counts"):
+        read_histograms(path)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} (public histograms) is absent")
+@pytest.mark.parametrize(("year", "sets"), [(2021, 17), (2022, 16)])
+def test_published_histograms_are_met(year, sets):
+    known = read_histograms(DATA / f"locality_stats_{year}.txt")
+    assert len(known) == sets
+    for histogram in list(known.values())[:3]:
+        found, lookups = histogram.statistics(), histogram.lookups / histogram.tables
+        assert found.unique_rows(lookups) == pytest.approx(histogram.unique / histogram.tables, rel=0.015)
+        assert found.reuse_factors(lookups) == pytest.approx(histogram.unique_shares, abs=0.005)
+        assert found.lookup_shares(lookups) == pytest.approx(histogram.lookup_shares, abs=0.01)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.comparing.timing import Sampling
+from fusion.model.build_folder import MANIFEST, Artifact
 from lab.bench import zero_trials
 from lab.bench.zero_trials import compare_builds
 
@@ -44,7 +44,7 @@ def test_a_network_is_tuned_without_its_records_and_compared(tiny_build: Artifac
         return 10.0 + minutes, 15.0
 
     left_out = []
-    monkeypatch.setattr(zero_trials, "tune", tuned)
+    monkeypatch.setattr(zero_trials, "tune_build", tuned)
     monkeypatch.setattr(zero_trials, "train_records", lambda *arguments: left_out.append(arguments))
     found = zero_trials.measure(tiny_build.directory, [0.0, 1.0], None, tmp_path)
     assert [minutes for minutes, _ in asked] == [0.0, 1.0] == [each.minutes for each in found]

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.base.input_files import digest
 from lab.data import data_folder as folder
 from lab.data import manifest as fetching
 from lab.data import manifest as sources
@@ -141,14 +140,6 @@ def test_without_git_or_network_it_says_so_in_one_line(manifest, tmp_path, capsy
         fetch(sources_named(()), tmp_path / "d", lambda line: None)
 
 
-def test_a_pointer_of_git_lfs_is_not_taken_for_the_file(manifest, tmp_path):
-    pointer = tmp_path / "pointer"
-    pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    manifest(FILES)
-    reason = fetching._place(pointer, sources_named(())[0].files[0], tmp_path / "to")
-    assert reason is not None and "install git-lfs" in reason and not (tmp_path / "to").exists()
-
-
 def test_list_says_what_is_there_missing_and_different(manifest, tmp_path, capsys):
     manifest(FILES, reason="only seen from afar")
     (tmp_path / "toy/deep").mkdir(parents=True)
@@ -213,10 +204,3 @@ def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
     assert data_folder() == user_data_directory()
     monkeypatch.setenv("COSTMODEL_DATA", str(tmp_path / "told"))
     assert data_folder() == tmp_path / "told" and data_folder(tmp_path / "given") == tmp_path / "given"
-
-
-def test_a_file_cut_short_says_how_to_bring_it_again(tmp_path):
-    path = tmp_path / "a.gz"
-    path.write_bytes(gzip.compress(TIMES)[:-4])
-    with pytest.raises(InputError, match="a.gz: cannot be read .*copy or fetch it again"):
-        digest(path)

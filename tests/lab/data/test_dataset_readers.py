@@ -11,10 +11,10 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from lab.bench.embedding_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
+from lab.bench.unseen_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
+from lab.data.aiconfigurator import gemm_files
 from lab.data.collective_sweeps import read_collectives, sweep_files
-from lab.data.neusight import latency_files
-from lab.data.product_tables import gemm_files
+from lab.data.profiled_kernels import latency_files
 from lab.validate.cost_models import HELD_OUT_RANKS as LEFT_OUT_RANKS
 from lab.validate.cost_models import HELD_OUT_SIZES, validate_collectives
 
@@ -87,23 +87,6 @@ def test_only_known_files_count_and_only_wanted_ones_are_read(tmp_path):
     tables = read_collectives(tmp_path, lambda each: each == other)
     assert [each.machine for each in tables if "nccl_perf" in each.source] == ["l40s"]
     assert read_collectives(tmp_path, lambda each: False) == []
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-9]),
-        lambda path: path.write_bytes(gzip.compress(b"size,seconds\n1,2\n")),
-        lambda path: path.write_bytes(gzip.compress(b"")),
-        lambda path: path.write_bytes(b"not compressed"),
-    ],
-)
-def test_a_spoilt_sweep_names_itself_and_what_to_do(tmp_path, spoil):
-    path = vidur(tmp_path, "h100_dgx/send_recv", [(2, 1, 4096, 0.03)])
-    spoil(path)
-    with pytest.raises(InputError, match=r"send_recv.csv.gz: .*measure or fetch it again") as error:
-        read_collectives(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_a_sweep_of_another_schema_names_itself(tmp_path):

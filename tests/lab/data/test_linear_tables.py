@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.operators.attention import CausalConvolution, LinearAttention
-from lab.data.attention_tables import read_linear
+from lab.data.aiconfigurator import read_linear
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,12 +11,11 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import digest
+from lab.data import selection as fitting
 from lab.data.data_folder import data_folder
-from lab.data.selection import named_in, named_tables, select
-from lab.fit import public_tables as fitting
+from lab.data.selection import named_in, named_tables, select, selection_of
 from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import fit_collectives
-from lab.fit.public_tables import selection_of
 from lab.validate.__main__ import main as validate_main
 
 FOLDER = "vtrain/all_reduce/a100"

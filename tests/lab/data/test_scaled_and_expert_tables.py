@@ -6,8 +6,8 @@ import pytest
 
 from costmodel.operators.device_work import ScaledCast, ScaledGemm
 from costmodel.operators.experts import ExpertLayer
-from lab.data import product_tables as expert_tables
-from lab.data import product_tables as scaled_tables
+from lab.data import aiconfigurator as expert_tables
+from lab.data import aiconfigurator as scaled_tables
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

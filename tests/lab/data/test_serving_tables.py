@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.operators.attention import Attention
-from lab.data.attention_tables import read_serving, serving_files
+from lab.data.aiconfigurator import read_serving, serving_files
 
 
 def written(folder, kind: str, engine: str, name: str, **columns: list[object]):

@@ -12,9 +12,9 @@ from costmodel.collectives.sweep_logs import CollectiveRow, whole_buffer
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import read_collectives
 from lab.data.data_folder import data_folder
+from lab.data.selection import selection_of
 from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import by_machine, constants_of, fit_collectives, rows_of
-from lab.fit.public_tables import selection_of
 from lab.validate.__main__ import main as validate_main
 from lab.validate.cost_models import HELD_OUT_RANKS, HELD_OUT_SIZES, validate_collectives
 

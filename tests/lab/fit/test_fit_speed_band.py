@@ -10,8 +10,7 @@ import pytest
 
 from e2e.price.speed_band import SpeedBand, StepErrors, release_spread
 from lab.fit.speed_band import UNSEEN, fit_speed_band, left_out_bands
-from lab.steps.training_requests import AskedStep, asked_step
-from lab.steps.training_rows import TrainingRow
+from lab.steps.training import AskedStep, TrainingRow, asked_step
 from lab.steps.training_runs import BareStep, PredictedStep
 from lab.validate.training import TrainingCase, training_figures
 

@@ -51,10 +51,3 @@ def test_it_survives_json(learned):
     rows = np.array([[2.0, 0.5], [8.0, 0.5]])
     assert read.predict(rows)[0] == pytest.approx(learned.predict(rows)[0], abs=0.01)
     assert (read.names, read.rows) == (learned.names, learned.rows)
-
-
-def test_training_twice_gives_the_same_file(sample):
-    features, target = sample
-    held_out = np.arange(1200) % 6 == 0
-    records = [residual.residual_to_record(train(features, target, held_out, EFFORT)) for _ in range(2)]
-    assert records[0] == records[1]

@@ -10,7 +10,7 @@ import torch
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower_step
 from e2e.step.options import StepOptions
-from lab.steps.published_images import CLASSES, PUBLISHED, ScriptRun, scripted_workload
+from lab.steps.image_steps import CLASSES, PUBLISHED, ScriptRun, scripted_workload
 
 SIDE, BATCH = 16, 8
 

@@ -11,12 +11,9 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
-from lab.fit.step_inventory import drawn
 from lab.steps import image_steps as vision_cases
-from lab.steps.image_steps import fitted_on, is_held_out, spread
-from lab.steps.published_images import PUBLISHED, PublishedStep
-from lab.validate import vision as vision_section
-from lab.validate.vision import VisionResult, VisionSection
+from lab.steps.image_steps import PUBLISHED, PublishedStep, drawn, fitted_on, is_held_out, middle_steps
+from lab.validate.models import VisionResult, VisionSection, vision_section
 
 NAME = "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
 ROWS = "model,train_step_time,train_batch_size,train_img_size\nresnet50.a1,400,256,224\nresnet50.b2,410,256,224\n"
@@ -44,12 +41,6 @@ def test_compiled_files_are_told_by_their_name(tmp_path):
     assert (step.machine, step.group, step.compiled) == ("rtx-4090", "infer-nchw-compiled", True)
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    file = write(tmp_path, rows="model,train_step_time\nresnet50,400\n")
-    with pytest.raises(InputError, match=NAME):
-        list(read_timm(file))
-
-
 def steps(family: str, count: int, machine: str = "rtx-3090", compiled: bool = False) -> list[TimmStep]:
     return [TimmStep(f"{family}_{n}", machine, False, False, compiled, 240, 8, 224, 1.0 + n) for n in range(count)]
 
@@ -60,7 +51,7 @@ def families(monkeypatch):
 
 
 def test_the_spread_has_the_middle_of_each_larger_family(families):
-    assert [step.model for step in spread([*steps("a", 5), *steps("b", 3), *steps("c", 4)])] == ["a_2", "c_2"]
+    assert [step.model for step in middle_steps([*steps("a", 5), *steps("b", 3), *steps("c", 4)])] == ["a_2", "c_2"]
 
 
 def test_the_other_card_and_compiled_steps_are_held_out(families):
@@ -98,7 +89,7 @@ def test_without_timm_it_says_what_it_needs_and_predicts_its_own_models(monkeypa
         raise InputError("timm is not installed; pip install --no-deps timm")
 
     monkeypatch.setattr(image_models, "timm_library", absent)
-    section = vision_section.vision_section(Path("nowhere"), "train-nhwc-amp-nvidia")
+    section = vision_section(Path("nowhere"), "train-nhwc-amp-nvidia")
     assert section is not None and {each.step.model for each in section.results} == {"resnet-50"}
     section.render()
     assert "pip install --no-deps timm" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.cost_model import Estimate
-from lab.validate.cost_models import accuracy, relative_errors
+from lab.validate.errors import accuracy, relative_errors
 
 
 def estimate(seconds, lower=None, upper=None, source="analytic"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.data.data_folder import data_folder
-from lab.steps.training_rows import TRAINING_FILE, read_training_rows
+from lab.steps.training import TRAINING_FILE, read_training_rows
 from lab.validate.training import training_section
 
 TRUST = Path(__file__).resolve().parents[3] / "docs" / "trust.md"

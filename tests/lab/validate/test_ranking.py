@@ -9,8 +9,8 @@ import pytest
 
 from lab.validate.ranking import METHODS, evaluate_ranking, report, spearman
 from schedules.kernels.template_table import config_terms
-from schedules.records.shipped_records import CpuRecords, identity_of
 from schedules.tuning.kernel_ranking import train_ranking
+from schedules.tuning.shipped_records import CpuRecords, identity_of
 from tests.schedules.tuning.test_kernel_ranking import LAYERS, NARROW_CPU, TOY, content, kernel
 
 

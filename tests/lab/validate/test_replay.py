@@ -17,7 +17,7 @@ from e2e.sources.known_requests import Recording
 from e2e.sources.prepared_step import run
 from e2e.sources.recorded_job import prepare_recording
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import expand_files, machine_of_gpu, read_recorded_run
 from e2e.traces.step_window import iterations

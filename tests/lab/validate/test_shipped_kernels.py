@@ -6,8 +6,8 @@ import pytest
 
 from lab.data.data_folder import data_folder
 from lab.data.kernel_table import sample
+from lab.data.selection import selection_of
 from lab.fit.kernels import read_engines, read_scans, read_tables
-from lab.fit.public_tables import selection_of
 from lab.validate.cost_models import CALIBRATED, HELD_OUT_SHAPES, LEFT_OUT_GPU, validate_kernels
 
 pytest.importorskip("xgboost")

@@ -39,22 +39,6 @@ def test_cases_are_named_by_their_files(tmp_path: Path) -> None:
     assert compiled.name == "tiny-train-128-4-compiled" and compiled.gpu == "a100-pcie-40gb"
 
 
-def test_a_spoilt_label_names_itself_and_unknown_gpus_are_passed_over(tmp_path: Path) -> None:
-    label(tmp_path, "Some_Other_GPU", "tiny-inf-64-2", 1.0)
-    assert list(cases(tmp_path)) == []
-    for name, content in (("tiny-inf-64-2", "{"), ("tiny-inf-64-2", '{"latency": 3}'), ("tiny-inf-64-x", "{}")):
-        label(tmp_path, "Tesla_T4", name, 1.0)
-        (tmp_path / LABELS / "Tesla_T4" / f"{name}.json").write_text(content)
-        with pytest.raises(InputError, match=rf"{name}.json: not a measured model .*data fetch"):
-            list(cases(tmp_path))
-        (tmp_path / LABELS / "Tesla_T4" / f"{name}.json").unlink()
-
-
-def test_without_labels_it_says_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model_labels: no measured models there; .*python -m lab.data fetch"):
-        list(cases(tmp_path))
-
-
 def test_the_section_of_models_predicts_a_small_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

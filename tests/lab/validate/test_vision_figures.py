@@ -1,6 +1,6 @@
 """The figures of image models in docs/trust.md do not slip: held-out steps of timm's table, captured once, priced anew.
 
-vision_sample.json.gz    ``python -m lab.fit.step_inventory --held-out 12``: the kernels of each step and its
+vision_sample.json.gz    ``python -m lab.steps.image_steps --held-out 12``: the kernels of each step and its
                          measured time; timm, which the capture needs, is no dependency
 """
 

@@ -11,8 +11,8 @@ from costmodel.base.errors import InputError, MachineError
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Host
 from schedules.contract.cpu_target import CpuTarget, machine_target, parse_target, required_flags, target_with
-from schedules.records import tuning_records as records
-from schedules.records.tuning_records import recorded_cpus
+from schedules.tuning import tuning_records as records
+from schedules.tuning.tuning_records import recorded_cpus
 
 pytest.importorskip("tvm")
 

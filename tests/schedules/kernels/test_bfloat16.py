@@ -24,7 +24,7 @@ from schedules.kernels.template_table import TEMPLATES, template_for
 from schedules.loops import emit
 from schedules.loops.dot_products import BFLOAT16, DotProduct
 from schedules.measuring.kernel_verification import WrongValues, make_case, random_parameters, tolerance
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 from tests.schedules.awkward_operators import AWKWARD, RELU6, separable, stored_as
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate
 

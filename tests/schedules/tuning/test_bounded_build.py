@@ -14,8 +14,8 @@ from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Dense
 from schedules.contract.cpu_target import host_target
 from schedules.contract.operator_workload import workload
-from schedules.tuning import in_process_measurer
-from schedules.tuning.in_process_measurer import build_bounded
+from schedules.tuning import stock_meta_schedule
+from schedules.tuning.stock_meta_schedule import build_bounded
 
 OPERATOR = Dense(2, 4, 3)
 
@@ -36,8 +36,8 @@ def test_a_build_over_its_limit_is_killed(monkeypatch):
         children.append(child)
         return child
 
-    monkeypatch.setattr(in_process_measurer.os, "fork", noting_fork)
-    monkeypatch.setattr(in_process_measurer.tvm, "compile", lambda *args, **kwargs: time.sleep(60))
+    monkeypatch.setattr(stock_meta_schedule.os, "fork", noting_fork)
+    monkeypatch.setattr(stock_meta_schedule.tvm, "compile", lambda *args, **kwargs: time.sleep(60))
     with pytest.raises(TuningError, match=r"more than 0\.2 s"):
         build_bounded(workload(OPERATOR), host_target(1).tvm_target(), seconds=0.2)
     # The child is not left behind. Other tests' processes may run on, such as multiprocessing's resource tracker.
@@ -48,7 +48,7 @@ def test_a_build_over_its_limit_is_killed(monkeypatch):
 
 def test_a_crash_of_the_compiler_is_an_error(monkeypatch):
     monkeypatch.setattr(
-        in_process_measurer.tvm, "compile", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        stock_meta_schedule.tvm, "compile", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     )
     with pytest.raises(TuningError, match="crashed"):
         build_bounded(workload(OPERATOR), host_target(1).tvm_target())
@@ -58,6 +58,6 @@ def test_the_message_of_a_failed_build_is_passed_on(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("no such intrinsic")
 
-    monkeypatch.setattr(in_process_measurer.tvm, "compile", fail)
+    monkeypatch.setattr(stock_meta_schedule.tvm, "compile", fail)
     with pytest.raises(TuningError, match="no such intrinsic"):
         build_bounded(workload(OPERATOR), host_target(1).tvm_target())

@@ -16,7 +16,16 @@ from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import TEMPLATE_REVISION
 from schedules.kernels.template_table import config_cost, config_terms, template_for
-from schedules.records.shipped_records import (
+from schedules.tuning.kernel_ranking import (
+    KernelGuesses,
+    empty_ranking,
+    guesses_for,
+    read_ranking,
+    train_ranking,
+    write_ranking,
+)
+from schedules.tuning.kernel_tuner import TaskState, next_batch
+from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
     RECORDS_FILE,
@@ -29,16 +38,7 @@ from schedules.records.shipped_records import (
     read_records,
     write_records,
 )
-from schedules.records.tuning_records import Record, environment
-from schedules.tuning.kernel_ranking import (
-    KernelGuesses,
-    empty_ranking,
-    guesses_for,
-    read_ranking,
-    train_ranking,
-    write_ranking,
-)
-from schedules.tuning.trial_search import TaskState, next_batch
+from schedules.tuning.tuning_records import Record, environment
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 NARROW_CPU = replace(CPU, mcpu="cooperlake", features=("avx512f", "avx512_bf16", "avx512_vnni"))
@@ -165,7 +165,7 @@ def test_a_recorded_configuration_that_is_no_longer_legal_is_ignored():
 def test_a_run_says_in_one_line_where_its_guesses_are_from(own, tmp_path, monkeypatch):
     here = replace(identity_of(CPU), chip="Us 1/2/3")
     there = {"chip": here, "code": replace(here, chip="Them 4/5/6"), "nearest": replace(here, chip="T", l1_bytes=65536)}
-    for module in ("schedules.records.shipped_records.identity_of", "schedules.tuning.kernel_ranking.chip_name"):
+    for module in ("schedules.tuning.shipped_records.identity_of", "schedules.tuning.kernel_ranking.chip_name"):
         monkeypatch.setattr(module, lambda cpu=None, module=module: here if "identity" in module else here.chip)
     monkeypatch.setenv("FUSION_RECORDS", str(tmp_path))
     find_records.cache_clear()

@@ -19,7 +19,7 @@ CPU = host_target(threads=2)
 
 def test_failed_builds_and_runs_are_counted_not_raised():
     from schedules.contract.operator_workload import workload
-    from schedules.tuning.in_process_measurer import InProcessMeasurer
+    from schedules.tuning.stock_meta_schedule import InProcessMeasurer
 
     measurer = InProcessMeasurer()
     result = measurer.build(workload(Dense(1, 4, 4)), "no such target")

@@ -17,20 +17,22 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
 from schedules.measuring.measure_runner import Runner
 from schedules.measuring.timing_protocol import KernelCandidate, MeasureOutcome
-from schedules.records.tuning_records import RecordStore
 from schedules.tuning import kernel_tuner
 from schedules.tuning.kernel_tuner import (
     COMPARE_ATTEMPTS,
     COMPARE_RUNS,
     COMPARE_SECONDS,
     SearchSettings,
+    TaskState,
     Tuner,
     TuningProgress,
     TuningResult,
     TuningSession,
     TuningTask,
+    next_batch,
+    next_task,
 )
-from schedules.tuning.trial_search import TaskState, next_batch, next_task
+from schedules.tuning.tuning_records import RecordStore
 
 CPU = CpuTarget(16, 32, "x86-64", (), 2, 32 * 1024, 1024 * 1024)
 SMALL, LARGE = Dense(1, 4, 4), Dense(1, 4, 400)

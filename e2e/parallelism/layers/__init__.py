@@ -1,1 +1,0 @@
-"""Layers of built-in models on one rank: captured, divided among ranks, split into parts."""

@@ -1,1 +1,0 @@
-"""Readers of PyTorch's profiles and execution traces, of every version."""

@@ -1,1 +1,0 @@
-"""Build folder written by ``tune``, and execution of its modules."""

@@ -1,1 +1,0 @@
-"""Engines that run a network, ours and its peers, one process each."""

@@ -1,1 +1,0 @@
-"""Tuning records on disk: measurements and failures."""

@@ -1,0 +1,20 @@
+"""Small transformers spread over GPUs. Layouts with the same layers on a rank share one capture, as for a user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.step.options import StepOptions
+
+_FOLDER = TemporaryDirectory(prefix="small-models-")
+
+
+def spread_model(config: dict[str, Any], text: str, step: StepOptions, **more: Any) -> ParallelGraph:
+    """Build the step of the model of ``config`` in the layout ``text`` of ``--parallel``."""
+    path = Path(_FOLDER.name) / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return build(path, parse_parallel(text), step, captures=path.parent / "captures", **more)

@@ -1,0 +1,79 @@
+"""The models suite on CPU tensors: the code that runs on a GPU, small models of every kind."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from costmodel.base.errors import InputError
+from e2e.capture.models import catalog, dlrm, transformer
+from e2e.capture.models.image_models import ResNet50
+from lab.bench.measured_models import CASES, SAMPLES, ModelCase, app, measure_models
+from lab.command_line import run
+
+TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+CASES_OF_EVERY_KIND = (
+    ModelCase("tiny-gpt", 2, 8, "train", "bfloat16", "flash", traced=True),
+    ModelCase("tiny-gpt", 2, 8, "inference"),
+    ModelCase("tiny-images", 2, 0, "forward-backward"),
+    ModelCase("tiny-dlrm", 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(transformer.PRESETS, "tiny-gpt", TINY)
+    monkeypatch.setitem(catalog.IMAGES, "tiny-images", (ResNet50, 32))
+    ddp = dlrm.CONFIGS["dlrm-ddp"]
+    monkeypatch.setitem(dlrm.CONFIGS, "tiny-dlrm", replace(ddp, rows=tuple(min(each, 50) for each in ddp.rows)))
+    monkeypatch.setattr("lab.bench.measured_models._SAMPLE_SECONDS", 0.01)
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "models.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.thorough
+def test_every_kind_of_model_is_measured_and_resumed(tmp_path):
+    lines: list[str] = []
+    measure_models("cpu", tmp_path, 5.0, False, lines.append, CASES_OF_EVERY_KIND[:2])
+    measure_models("cpu", tmp_path, 5.0, True, lines.append, CASES_OF_EVERY_KIND)
+    rows = table(tmp_path)
+    assert [row["model"] for row in rows] == ["tiny-gpt", "tiny-gpt", "tiny-images", "tiny-dlrm"]
+    for row in rows:
+        assert not row["error"]
+        assert 0 < float(row["minimum_s"]) <= float(row["median_s"])
+        assert int(row["samples"]) == SAMPLES and int(row["steps"]) >= 2
+    assert float(rows[0]["profiled_s"]) > 0
+    assert (tmp_path / rows[0]["trace"]).stat().st_size > 1000
+    runs = json.loads((tmp_path / "models.json").read_text())["runs"]
+    assert len(runs) == 2 and all(run["torch"] and run["device"] for run in runs)
+
+
+def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path):
+    cases = (ModelCase("no-such-model", 1), CASES_OF_EVERY_KIND[1])
+    measure_models("cpu", tmp_path, 5.0, False, lambda line: None, cases)
+    failed, measured = table(tmp_path)
+    assert "no-such-model" in failed["error"] and not failed["median_s"]
+    assert measured["median_s"]
+
+
+def test_the_gpu_list_begins_with_one_case_of_each_kind_and_names_built_in_models():
+    assert {case.model for case in CASES} <= {*catalog.known_models()}
+    first = [case.model for case in CASES[:4]]
+    assert first == ["gpt2-large", "resnet-50", "dlrm-ddp", "bert-large"]
+    assert len({case.key() for case in CASES}) == len(CASES)
+
+
+def test_wrong_options_are_one_line(tmp_path, capsys):
+    with pytest.raises(InputError, match="--minutes"):
+        measure_models("cpu", tmp_path, 0.0, False, lambda line: None)
+    assert run(app, "lab.bench.measured_models", ["--device", "gpu7", "-o", str(tmp_path)]) == 2
+    assert "gpu7" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Records without some networks, for tuning those as if they had never been seen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from costmodel.machines.machine_file import load_machine, write_machine
+from costmodel.operators.layers import Conv2d
+from lab.records import app
+from schedules.contract.cpu_target import host_target
+from schedules.kernels.template_table import config_cost, template_for
+from schedules.tuning.shipped_records import (
+    MACHINE_FILE,
+    RANKING_FILE,
+    RECORDS_FILE,
+    CpuRecords,
+    KernelRecords,
+    identity_of,
+    read_records,
+    write_records,
+)
+from schedules.tuning.tuning_records import RECORDS, Record, RecordStore, environment
+
+CPU = host_target(1)
+SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))
+
+
+def kernel(operator, *networks: str) -> KernelRecords:
+    configs = random.Random(0).sample(list(template_for(operator, CPU).space(operator, CPU)), 12)
+    records = tuple(Record(operator, each, 1e-9 * config_cost(operator, each, CPU)) for each in configs)
+    return KernelRecords(operator, 1, networks, "2026-01-01", records)
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    own = environment(CPU)
+    kernels = (kernel(SHARED, "a", "b"), kernel(OWN, "a"), kernel(OTHER, "b"))
+    write_records(
+        tmp_path / "all" / "cpu" / RECORDS_FILE,
+        CpuRecords(identity_of(CPU), own["tvm"], own["templates"], "", kernels),
+    )
+    write_machine(load_machine("toy"), tmp_path / "all" / "cpu" / MACHINE_FILE)
+    return tmp_path / "all"
+
+
+def records(*options: str):
+    return CliRunner().invoke(app, list(options))
+
+
+def test_measuring_into_records_that_another_process_writes_is_refused_before_any_work(tmp_path):
+    with RecordStore(tmp_path / "build" / "records", CPU) as store:
+        store.add(OWN, {"tile": 1}, 1e-3)
+        found = records("measure", str(tmp_path / "build"), "--threads", "1")
+    assert found.exit_code == 2 and "another process is writing tuning records here (process" in found.stderr
+
+
+def test_a_network_is_left_out_with_all_its_kernels(directory, tmp_path):
+    arguments = ("train", "--directory", str(directory), "--leave-out", "a", "--output", str(tmp_path / "rest"))
+    result = records(*arguments)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "rest" / "cpu"
+    assert [each.operator for each in read_records(folder / RECORDS_FILE).kernels] == [OTHER]
+    assert {path.name for path in folder.iterdir()} == {RECORDS_FILE, MACHINE_FILE, RANKING_FILE}
+    assert len(read_records(directory / "cpu" / RECORDS_FILE).kernels) == 3  # what is shipped stays
+    assert not (directory / "cpu" / RANKING_FILE).exists()
+
+
+def test_records_are_collected_beside_those_that_are_there(tmp_path):
+    for name, operator in (("one", OWN), ("two", OTHER)):
+        config = next(iter(template_for(operator, CPU).space(operator, CPU)))
+        with RecordStore(tmp_path / name / "records", CPU) as store:
+            store.add(operator, config, 1e-3)
+    folder = ("--directory", str(tmp_path / "all"), "--machine", "toy")
+    assert records("collect", str(tmp_path / "one"), *folder, "--note", "first").exit_code == 0
+    assert records("collect", str(tmp_path / "two"), *folder, "--add").exit_code == 0
+    (path,) = (tmp_path / "all").glob(f"*/{RECORDS_FILE}")
+    content = read_records(path)
+    assert {each.operator for each in content.kernels} == {OWN, OTHER} and content.note == "first"
+    write_records(path, replace(content, templates="of old"))
+    refused = records("collect", str(tmp_path / "one"), *folder, "--add")
+    assert refused.exit_code == 2 and "made by another version" in refused.stderr
+    path.unlink()
+    assert records("collect", str(tmp_path / "one"), *folder, "--add").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--leave-out", "a"], "--leave-out a: name a folder for the records that are left with --output"),
+        (["--leave-out", "c", "--output", "x"], "--leave-out c: there are records of a, b"),
+        (["--leave-out", "a", "--leave-out", "b", "--output", "x"], "no records are left"),
+    ],
+)
+def test_what_cannot_be_left_out_is_said(directory, options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = records("train", "--directory", str(directory), *options)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing"], "missing: holds no tuning records"),
+        (["net.onnx"], "net.onnx: name a folder for its records with --output"),
+        (["empty"], "empty: no kernels of this CPU"),
+    ],
+)
+def test_what_has_no_kernels_to_measure_is_said(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "records").mkdir(parents=True)
+    (tmp_path / "empty" / "records" / RECORDS).write_text("")
+    result = records("measure", *arguments)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
