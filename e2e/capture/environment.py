@@ -218,9 +218,8 @@ def _data_parallel_patches() -> list[tuple[Any, str, Any]]:
     """Return the patches of ``nn.DataParallel``, which on one GPU only moves inputs there."""
 
     def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-        if len(device_ids) if device_ids else torch.cuda.device_count() > 1:
-            if not device_ids or len(device_ids) > 1:
-                raise ModelError("nn.DataParallel on several GPUs is not captured; use DistributedDataParallel")
+        if (len(device_ids) if device_ids else torch.cuda.device_count()) > 1:
+            raise ModelError("nn.DataParallel on several GPUs is not captured; use DistributedDataParallel")
         torch.nn.Module.__init__(self)
         self.module, self.device_ids, self.output_device, self.dim = module, [0], 0, 0
 

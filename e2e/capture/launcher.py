@@ -68,7 +68,7 @@ def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
     if not launch.module:
         place = (folder or Path.cwd()) / launch.program
         if not place.is_file():
-            raise InputError(f"{launch.program}: no such program; give the command as you would start it, from its folder")
+            raise InputError(f"{launch.program}: no such program; give the command as it is started, from its folder")
     return replace(launch, environment={**environment, **launch.environment})
 
 
@@ -170,9 +170,7 @@ def _of_fabric(words: list[str]) -> Launch:
         if getattr(read, name):
             environment[f"LT_{name.upper()}"] = getattr(read, name)
     arguments = tuple(read.training_script_args)
-    return Launch(
-        read.training_script, arguments, False, int(read.devices), read.num_nodes, environment, "fabric"
-    )
+    return Launch(read.training_script, arguments, False, int(read.devices), read.num_nodes, environment, "fabric")
 
 
 def _read(name: str, parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:

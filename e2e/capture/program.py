@@ -319,4 +319,3 @@ def main(job_file: str, answer_file: str) -> None:
         answer(wait)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
-

@@ -40,7 +40,8 @@ class ProgramRanks:
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
         if place.rank not in self.found:
-            self.found[place.rank] = run_rank(ProgramJob(self.launch, self.options, place, mailbox, self.made_up), self.folder)
+            job = ProgramJob(self.launch, self.options, place, mailbox, self.made_up)
+            self.found[place.rank] = run_rank(job, self.folder)
             mailbox.sent.update(self.found[place.rank].mailbox.sent)
         return self.found[place.rank].rank
 

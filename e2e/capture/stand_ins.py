@@ -1,5 +1,5 @@
-"""Stand-ins for what a program asks of the machine with the GPUs and this machine lacks: ``nvidia-smi`` and NVML, loggers
-that are not installed, files of data.
+"""Stand-ins for what a program asks of the machine with the GPUs and this machine lacks: ``nvidia-smi`` and NVML,
+loggers that are not installed, files of data.
 
 Loggers are always silent. Data that are missing are made up only if that was asked for (``--data synthetic``): numbers
 of the right type, as many as needed. Whatever was made up is noted, for the report.
@@ -180,12 +180,13 @@ def _memory_map(numpy: Any, note: Note) -> Any:
     class memmap(numpy.memmap):  # type: ignore[misc,name-defined]
         """Array in a file, or zeros where there is no file to be read."""
 
-        def __new__(cls, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", offset: int = 0, shape: Any = None, order: str = "C") -> Any:
+        def __new__(cls, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
             if mode in ("r", "c", "readonly", "copyonwrite") and _is_missing(filename):
+                shape = kwargs.get("shape", args[1] if len(args) > 1 else None)
                 count = MADE_UP if shape is None else int(numpy.prod(shape))
                 zeros = _zeros(numpy, filename, dtype, count, note)
                 return zeros if shape is None else zeros.reshape(shape)
-            return numpy.ndarray.view(_original(filename, dtype, mode, offset, shape, order), cls)
+            return numpy.ndarray.view(_original(filename, dtype, mode, *args, **kwargs), cls)
 
     _original = numpy.memmap
     return memmap

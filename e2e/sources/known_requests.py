@@ -311,7 +311,7 @@ class ScriptJob(_Scripted, Cluster):
         return super().captured_anew(change)
 
 
-@source("program", "command")
+@source("program", "command", prepared_by="e2e.sources.user_program:prepare")
 @dataclass(frozen=True, kw_only=True)
 class Program(Request, Host, Routed, Cluster):
     """Request for a step of the user's program, run as it is."""
@@ -334,11 +334,6 @@ class Program(Request, Host, Routed, Cluster):
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
-
-    def prepare(self) -> PreparedStep:
-        from e2e.sources.user_program import prepare
-
-        return prepare(self)
 
 
 # --- my trace -------------------------------------------------------------------------------------

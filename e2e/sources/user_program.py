@@ -16,8 +16,8 @@ from e2e.lowering.lower_trace import lower_ranks
 from e2e.price.speed_band import band_of
 from e2e.sources.built_in_model import assumptions
 from e2e.sources.known_requests import Program
-from e2e.sources.prepared_step import Batch, PreparedStep, cluster_of, on_machine, placed_values, setting_of
-from e2e.sources.prepared_step import step_options
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.step_setting import cluster_of, on_machine, placed_values, setting_of, step_options
 from e2e.sources.user_script import seen_gpu
 from e2e.step.operator_trace import has_own_samples
 from e2e.step.options import StepOptions
@@ -53,7 +53,7 @@ def prepare(request: Program) -> PreparedStep:
         cluster,
         lowered.memory,
         [*lowered.warnings, *told, *assumptions(captured.traces)],
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         band=band_of(machine),
         batch=_batch(captured, gpus),
         taken={"--dtype": f"the program's own, {captured.switches.described}", **placed_values(cluster)},

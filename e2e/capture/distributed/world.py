@@ -67,6 +67,7 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return super(torch.nn.SyncBatchNorm, self).forward(input)
 
     yield torch.nn.SyncBatchNorm, "forward", without_exchange
+
     def run_forward(self: Any, *inputs: Any, **named: Any) -> Any:
         if self._moves_inputs:
             inputs, named = on_gpu((inputs, named))
