@@ -418,12 +418,14 @@ def _source(
     """Return the model of few layers on one rank, with its share of layers and tokens, its real number of layers, and
     the options.
     """
+    import e2e.parallelism.context_parallel as context_parallel
+    import e2e.parallelism.expert_parallel as expert_parallel
+    import e2e.parallelism.tensor_parallel as tensor_parallel
     from e2e.capture.attention import pack_documents
     from e2e.capture.models import transformer
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import add_adapters, apply_forms
     from e2e.capture.models.stacks import apply_stack
-    from e2e.parallelism import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")

@@ -243,15 +243,16 @@ def with_speeds(graph: ExecutionGraph, spread: float) -> ExecutionGraph:
         source = np.random.default_rng((0, rank.rank))
         alike = graph.multiplicity.get(rank.rank, 1)
         slowest = float(source.lognormal(-variance / 2, math.sqrt(variance), alike).max())
-        ranks.append(_slowed_rank(rank, slowest))
+        ranks.append(_slowed_rank(rank, slowest, copies=True))
     return replace(graph, ranks=tuple(ranks))
 
 
-def _slowed_rank(rank: RankGraph, factor: float) -> RankGraph:
+def _slowed_rank(rank: RankGraph, factor: float, copies: bool = False) -> RankGraph:
+    """Return ``rank`` with kernels (``copies``: and copies over the bus) that take ``factor`` times as long."""
     runs: dict[int, tuple[Kernel, ...]] = {}  # repeated tasks share their kernels
 
     def slower(task: Task) -> Task:
-        if task.collective is not None or task.kind != "kernel":
+        if task.collective is not None or (task.kind != "kernel" and not copies):
             return task
         if task.kernels and id(task.kernels) not in runs:
             runs[id(task.kernels)] = tuple(

@@ -69,9 +69,11 @@ def page(summary: Mapping[str, Any]) -> str:
     short = _short(summary)
     latency = {name: time for name, time in summary["latency_seconds"].items() if time is not None}
     ours = latency.get("tuned")
-    stages = dict(zip(summary["stage_seconds"], [*PALETTE, *PALETTE], strict=False))
-    precision = summary["precision"]
-    choice = precision.get("choice")
+    # A build for another CPU has no stages, finals and curve.
+    seconds = summary.get("stage_seconds", {})
+    stages = dict(zip(seconds, [*PALETTE, *PALETTE], strict=False))
+    precision = summary.get("precision", {})
+    choice, finals = precision.get("choice"), summary.get("finals", {})
     return render(
         "fusion.report/tune.html",
         summary=summary,
@@ -89,20 +91,18 @@ def page(summary: Mapping[str, Any]) -> str:
         sites=_sites(summary, short),
         kernels=_kernels(summary, short),
         layers=_layers(summary, short),
-        curve=_curve(summary["tuning_curve"]),
+        curve=_curve(summary.get("tuning_curve", ())),
+        stage_seconds=seconds,
         stage_colours=stages,
-        stage_key={
-            f"{name} {format_quantity(seconds, 's', 3)}": stages[name]
-            for name, seconds in summary["stage_seconds"].items()
-        },
+        stage_key={f"{name} {format_quantity(seconds[name], 's', 3)}": colour for name, colour in stages.items()},
         finals=[
             (
                 each["name"],
                 str(each["fused_sites"]),
                 f"{each['median_seconds'] * 1e3:.3f}",
-                "shipped" if each["name"] == summary["finals"].get("shipped") else "",
+                "shipped" if each["name"] == finals.get("shipped") else "",
             )
-            for each in summary["finals"].get("networks", ())
+            for each in finals.get("networks", ())
         ],
         precision=precision_lines(precision),
         frontier=None

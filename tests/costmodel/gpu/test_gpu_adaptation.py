@@ -68,7 +68,8 @@ def test_published_points_speak_for_their_dtype_alone():
 
 
 def test_own_points_replace_published_ones():
-    model = gpu_cost_model(load_machine("l4"))
+    priced = gpu_cost_model(load_machine("l4"))
     gemm = Gemm(1, 4096, 4096, 4096)
+    model = priced.model_of(gemm)
     model.fit([Measurement(gemm, seconds=1.0)] * 3)
     assert model.estimate([gemm])[0].seconds == pytest.approx(1.0)

@@ -202,11 +202,15 @@ def test_a_few_points_move_a_gpu_to_its_own_level(tmp_path, toy_gpu):
     model = gpu_cost_model(toy_gpu, tmp_path)
     operators = [Elementwise("add", size) for size in (10**6, 10**7, 10**8)]
     before = [each.seconds for each in model.estimate(operators)]
-    model.fit([Measurement(each, seconds=1.3 * time) for each, time in zip(operators, before, strict=True)])
+    model.model_of(operators[0]).fit(
+        [Measurement(each, seconds=1.3 * time) for each, time in zip(operators, before, strict=True)]
+    )
     after = model.estimate([*operators, Softmax(1000, 1024)])
     assert [each.seconds for each in after[:3]] == pytest.approx([1.3 * time for time in before])
     assert after[0].source == "fitted" and after[3].source == "analytic"
-    model.fit([Measurement(operators[0], seconds=1.0), Measurement(operators[1], seconds=1.0)])  # too few
+    model.model_of(operators[0]).fit(
+        [Measurement(operators[0], seconds=1.0), Measurement(operators[1], seconds=1.0)]
+    )  # too few
     assert model.estimate(operators)[0].seconds == pytest.approx(before[0])
 
 

@@ -132,7 +132,7 @@ def test_ranks_of_traces_may_differ_in_speed(tmp_path):
     files = [write_rank(tmp_path / f"{rank}.json", rank, 2, 2) for rank in range(2)]
     record = predicted("--trace", files[0], "--trace", files[1], "--speed-spread", 0.2)
     first, second = (each["compute_seconds"] for each in record["ranks"])
-    assert first != pytest.approx(second, rel=0.01)
+    assert first != pytest.approx(second, rel=1e-3)
 
 
 def test_the_eight_real_ranks_are_predicted_from_their_traces():

@@ -69,7 +69,7 @@ def compiled(source: Path, path: Path) -> Path:
         pytest.skip("there is no g++")
     libraries = Path(tvm.__file__).parent / "lib"
     command = [compiler, "-std=c++17", "-O0", "-Wall", "-Werror", str(source), "-o", str(path)]
-    command += [f"-I{ROOT / 'fusion' / 'artifact'}", *tvm_ffi_config("--cxxflags"), f"-L{libraries}"]
+    command += [f"-I{ROOT / 'fusion' / 'model'}", *tvm_ffi_config("--cxxflags"), f"-L{libraries}"]
     command += [*tvm_ffi_config("--ldflags"), "-Wl,--no-as-needed", "-ltvm_runtime", *tvm_ffi_config("--libs")]
     done = subprocess.run([*command, "-Wl,-rpath,$ORIGIN"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -159,8 +158,6 @@ def test_a_build_in_bfloat16_takes_and_gives_float32(folder, tmp_path, precision
         assert all(point["predicted_seconds"] > 0 and point["compared_inputs"] > 1 for point in points)
         assert points[-1]["error"] > points[-1]["mean_relative_error"] > 0 and points[-1]["cosine"] > 0.99
         assert points[0]["measured_seconds"] > 0  # every kernel in float32 was
-        if importlib.util.find_spec("matplotlib") is not None:
-            assert "</svg>" in (tmp_path / "build" / "frontier.svg").read_text()
     if found["shipped"] != "float32":
         assert 0 < found["errors"]["max_relative_error"] < 0.5 and found["errors"]["cosine"] > 0.99
         assert precision_lines(found)[0].endswith("of 4 layers stored in bfloat16")
