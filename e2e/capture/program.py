@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -108,7 +109,7 @@ class StepFinder:
     optimizer: int | None = None
     title: str = ""
     steps: list[tuple[OperatorCall, ...]] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
     # The first outermost module with parameters.
@@ -182,9 +183,10 @@ class StepFinder:
         self.finish(calls, f"step {count} of {self.title}, {len(calls):,} operators, the last before the program ended")
 
 
-def digest(calls: Sequence[OperatorCall]) -> int:
-    """Hash of the operators of a step on the GPU: names, shapes and types of their inputs."""
-    return hash(tuple((call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)))
+def digest(calls: Sequence[OperatorCall]) -> str:
+    """Digest of the operators of a step on the GPU: names, shapes and types of their inputs; alike in all processes."""
+    rows = [(call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)]
+    return sha256(repr(rows).encode()).hexdigest()
 
 
 def _is_on_gpu(call: OperatorCall) -> bool:
@@ -227,7 +229,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
         )
-        signature: RankSignature = ((str(digest(calls)), (), "", ""),)
+        signature: RankSignature = ((digest(calls), (), "", ""),)
         peers = frozenset() if alone else frozenset(recorder.communication.peers)
         rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
         answer(FoundStep(rank, job.mailbox, told, tuple(notes)))

@@ -321,7 +321,7 @@ class Program(Request, Host, Routed, Cluster):
     buckets = True
 
     command: tuple[str, ...] = option(
-        "Words of the command that starts the program, which on a command line follow --.",
+        "Command that starts the program; on a command line its words follow --, at the end.",
         several=True,
         source=True,
         kw_only=False,
@@ -329,8 +329,7 @@ class Program(Request, Host, Routed, Cluster):
     data: Literal["real", "synthetic"] = option(
         "synthetic: data of the program that are not there are made up.", default="real", default_text="real"
     )
-    # Folder in which the command is started; None: the current one.
-    folder: Path | None = None
+    folder: Path | None = option("Folder in which the command is started; default: this one.", default=None)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )

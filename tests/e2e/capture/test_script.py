@@ -184,7 +184,6 @@ def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("torch.nn.DataParallel(torch.nn.Linear(8, 8))", "use DistributedDataParallel and give --gpus"),
         ("torch.cuda.CUDAGraph()", "let its step run as it is and give --cuda-graph"),
     ],
 )

@@ -28,11 +28,6 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 """
 # By row of the page: the body of make_step, GPUs (None: one, without --gpus), what the refusal says.
 ROWS = {
-    "`nn.DataParallel`": (
-        LAYER + "return torch.nn.DataParallel(layer), lambda: None",
-        None,
-        "use DistributedDataParallel and give --gpus",
-    ),
     "`FullyShardedDataParallel` (FSDP1)": (
         "from torch.distributed.fsdp import FullyShardedDataParallel\n"
         + LAYER

@@ -62,7 +62,7 @@ def test_options_choose_a_record(options, record):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give exactly one of --model, --model-config, --script, --trace and --kineto"),
+        ({}, "give exactly one of --model, --model-config, --script, --command, --trace and --kineto"),
         ({"model": "gpt2", "gpu": None}, "give --gpu: Machine or cluster"),
         ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: plan.json"),
         # Of what is computed one alone.
@@ -130,14 +130,14 @@ def test_a_record_has_its_options_and_no_others():
 
 
 def test_the_help_says_for_which_sources_an_option_is():
-    assert note("batch_size") == " (Not for: execution trace, recorded run.)"
+    assert note("batch_size") == " (Not for: program, execution trace, recorded run.)"
     assert note("gpu") == note("model") == note("lora") == note("parallel") == note("nodes") == ""
     assert (
         note("gpus") == note("speed_spread") == " (Not for: recorded run.)"
     )  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
     places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
-    assert places == sorted(places) and "(Not for: execution trace, recorded run.)" in shown
+    assert places == sorted(places) and "(Not for: program, execution trace, recorded run.)" in shown
 
 
 def test_names_records_and_single_options_ask_together():

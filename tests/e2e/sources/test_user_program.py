@@ -1,0 +1,104 @@
+"""Programs of users, run as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from costmodel.base.errors import InputError, ModelError
+from e2e.commands.e2e_api import predict
+
+# An unchanged training program: host tensors with values, accumulation, evaluation, a logger that is not installed.
+TRAINING = """
+import argparse
+import os
+
+import numpy as np
+import torch
+import wandb
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--file")
+given = parser.parse_args()
+wandb.init(project="none")
+several = "RANK" in os.environ
+if several:
+    torch.distributed.init_process_group("nccl")
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+assert torch.cuda.get_device_properties(device).name.startswith("NVIDIA H100")
+data = np.memmap(given.file, dtype=np.uint16, mode="r") if given.file else np.arange(10_000, dtype=np.uint16) % 512
+model = torch.nn.Sequential(torch.nn.Embedding(512, 256), torch.nn.Linear(256, 512)).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+if several:
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+
+
+def batch():
+    starts = torch.randint(len(data) - 65, (given.batch_size,))
+    rows = [torch.from_numpy(data[start : start + 65].astype(np.int64)) for start in starts]
+    return torch.stack(rows).pin_memory().to(device, non_blocking=True)
+
+
+for number in range(1_000_000):
+    if number % 1_000 == 0:
+        with torch.no_grad():
+            print("evaluation", sum(model(batch()[:, :-1]).mean().item() for _ in range(3)))
+    for _ in range(2):
+        tokens = batch()
+        scores = model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wandb.log({"step": number})
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("program")
+    (found / "train.py").write_text(TRAINING, encoding="utf-8")
+    return found
+
+
+def run(folder: Path, command: str, **options: object) -> object:
+    return predict(command=tuple(command.split()), folder=folder, **{"gpu": "h100-sxm", **options})
+
+
+def test_a_training_loop_is_predicted_by_its_steady_step(folder: Path) -> None:
+    found = run(folder, "python train.py --batch-size 4")
+    assert found.throughput.samples == 2 * 4
+    assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.warnings)
+    assert {"aten::embedding_dense_backward", "aten::mm"} <= set(found.breakdown["by_operator"])
+
+
+def test_ranks_come_from_the_launcher(folder: Path) -> None:
+    found = run(folder, "torchrun --nproc-per-node 4 train.py")
+    assert found.gpus == 4 and [each.multiplicity for each in found.ranks] == [4]
+    assert found.collectives
+
+
+def test_data_that_are_not_there_are_named_or_made_up(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"train.py:19: opens tokens.bin, which is not here; give --data synthetic"):
+        run(folder, "python train.py --file tokens.bin")
+    found = run(folder, "python train.py --file tokens.bin", data="synthetic")
+    assert any("tokens.bin is not there: 268,435,456 zeros of uint16" in line for line in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("python missing.py", {}, "missing.py: no such program"),
+        ("torchrun --nproc-per-node 4 train.py", {"gpus": 2}, "--gpus 2: torchrun starts 4"),
+    ],
+)
+def test_refusals(folder: Path, command: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run(folder, command, **options)
+
+
+def test_a_program_that_takes_no_step_is_told(folder: Path) -> None:
+    (folder / "nothing.py").write_text("print('nothing')\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="ended without a step on the GPU"):
+        run(folder, "python nothing.py")
