@@ -58,6 +58,7 @@ def commands_of(tool: str) -> list[str]:
 def unknown_options(line: str) -> set[str]:
     """Options of the command ``line`` that its command line does not have; ``KeyError`` for a command that is none."""
     _, tool, *words = shlex.split(line)
+    words = words[: words.index("--")] if "--" in words else words  # the words behind are a program of the user
     group = commands_group(tool)
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         group = group.commands[words.pop(0)]
