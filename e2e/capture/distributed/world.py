@@ -150,6 +150,22 @@ class LibraryPatches:
         made = random._RNGStateTracker.__init__
         yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
         yield random, "_rng_tracker", None  # state made during a capture does not outlive it
+        sharding = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+        infer = "_propagate_tensor_meta_non_cached"
+        yield sharding, infer, _filled_in_place(getattr(sharding, infer))
+
+
+def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return ``infer``, by which DTensor finds the shape of a result, for which random numbers written in place
+    (``nn.init.uniform_``) need no result: PyTorch would draw them on the GPU.
+    """
+
+    def inferred(self: Any, schema: Any) -> Any:
+        if schema.op._schema.is_mutable and torch.Tag.nondeterministic_seeded in schema.op.tags:
+            return schema.args_spec[0].tensor_meta
+        return infer(self, schema)
+
+    return inferred
 
 
 def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:

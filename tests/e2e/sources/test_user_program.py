@@ -54,11 +54,37 @@ for number in range(1_000_000):
     wandb.log({"step": number})
 """
 
+SHARDED = """
+import os
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.distributed.init_process_group("nccl")
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+for part in (*model, model):
+    if any(True for _ in part.parameters()):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+model.to_empty(device="cuda")
+for parameter in model.parameters():
+    torch.nn.init.uniform_(parameter, -0.1, 0.1)
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    loss = model(torch.randn(32, 256, device="cuda")).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("program")
     (found / "train.py").write_text(TRAINING, encoding="utf-8")
+    (found / "sharded.py").write_text(SHARDED, encoding="utf-8")
     return found
 
 
@@ -77,6 +103,11 @@ def test_ranks_come_from_the_launcher(folder: Path) -> None:
     found = run(folder, "torchrun --nproc-per-node 4 train.py")
     assert found.gpus == 4 and [each.multiplicity for each in found.ranks] == [4]
     assert found.collectives
+
+
+def test_sharded_parameters_are_filled_and_trained(folder: Path) -> None:
+    found = run(folder, "torchrun --nproc-per-node 4 sharded.py")
+    assert {"all_gather", "reduce_scatter"} <= {each.kind for each in found.collectives}
 
 
 def test_data_that_are_not_there_are_named_or_made_up(folder: Path) -> None:
