@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tvm")
 
 from costmodel.base.errors import InputError
-from fusion.tuning import road
+from fusion.tuning import tuning_run
 from fusion.tuning.clock import TuningDisplay
 from fusion.tuning.network import TuneRequest
 
@@ -23,9 +23,9 @@ def test_a_job_leaves_the_environment_as_it_was(tmp_path, monkeypatch):
         seen.append(os.environ["TVM_NUM_THREADS"])
         raise InputError("unreadable")
 
-    monkeypatch.setattr(road, "read_networks", read)
+    monkeypatch.setattr(tuning_run, "read_networks", read)
     request = TuneRequest(tmp_path / "model.onnx", tmp_path / "build", threads=1)
     with pytest.raises(InputError, match="unreadable"):
-        road.tune_model(request, TuningDisplay(told=lambda line: None))
+        tuning_run.tune_model(request, TuningDisplay(told=lambda line: None))
     assert seen == ["1"] and "TVM_NUM_THREADS" not in os.environ
     assert not (tmp_path / "build").exists()

@@ -37,7 +37,12 @@ def read_timm_files(data):
         (read_neusight, NEUSIGHT, "Latency,B\n1.0,3\n", "not a table of operator latencies"),
         (read_neusight, NEUSIGHT, "Latency,B,H\nfast,3,4\n", "not a table of operator latencies"),
         (read_neusight, NEUSIGHT, "Latency,B,H\n-1,3,4\n", "times that are not above zero"),
-        (read_neusight, NEUSIGHT, gzip.compress(b"Latency,B,H\n" + b"1.0,3,4\n" * 1000)[:-20], "cannot be read"),
+        (
+            read_neusight,
+            NEUSIGHT,
+            gzip.compress(b"Latency,B,H\n" + b"1.0,3,4\n" * 1000, mtime=0)[:-20],
+            "cannot be read",
+        ),
         (read_layer_kernels, LAYERS, "layer_name,input\nq_proj,3\n", "not a table of layer kernels"),
         (read_layer_kernels, LAYERS, "layer_name,input,latency(ns)\nq_proj,many,3\n", "not a table of layer kernels"),
         (read_aiconfigurator, GEMM, b"PAR1 no", "not a GEMM table"),
