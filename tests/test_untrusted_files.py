@@ -22,6 +22,9 @@ RUNS_WHAT_IT_READS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill
 # Where code is loaded that no file was read for: who says which.
 LOADERS = {
     "costmodel/commands/doctor.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
+    # The job and the answer of the user's program, in a folder of this process alone: the program itself is run.
+    "e2e/capture/program.py": {"pickle"},
+    "e2e/capture/program_process.py": {"pickle"},
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
     "fusion/model/tuned_model.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
     "fusion/relax/machine_code.py": {"tvm.runtime.load_static_library"},  # compiled by this process
