@@ -108,7 +108,8 @@ class StepFinder:
     # Optimizer whose steps are the boundaries, and its class name.
     optimizer: int | None = None
     title: str = ""
-    steps: list[tuple[OperatorCall, ...]] = field(default_factory=list)
+    # The last step, and the digests of all so far.
+    step: tuple[OperatorCall, ...] = ()
     digests: list[str] = field(default_factory=list)
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
@@ -138,7 +139,6 @@ class StepFinder:
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.optimizer is None:
             self.optimizer, self.title = id(optimizer), type(optimizer).__name__
-            self.steps.clear()
             self.digests.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
@@ -160,10 +160,8 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
-        calls = self.recorder.cut()
-        self.steps.append(calls)
+        calls = self.step = self.recorder.cut()
         self.digests.append(digest(calls))
-        del self.steps[:-1]
         last = len(self.digests)
         if last > 2 and self.digests[-1] == self.digests[-2]:
             self.finish(calls, f"step {last} of {self.title}, {len(calls):,} operators, equal to step {last - 1}")
@@ -172,14 +170,13 @@ class StepFinder:
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
-        if not self.steps and self.recorder.enabled:
-            self.title = "the program"
-            self.steps.append(self.recorder.cut())
-        if not self.steps or not self.steps[-1]:
+        if not self.digests and self.recorder.enabled:
+            self.title, self.step = "the program", self.recorder.cut()
+        if not self.step:
             raise ModelError(
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
-        calls, count = self.steps[-1], len(self.digests) or 1
+        calls, count = self.step, len(self.digests) or 1
         self.finish(calls, f"step {count} of {self.title}, {len(calls):,} operators, the last before the program ended")
 
 
@@ -218,13 +215,12 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
 
     def finish(calls: Sequence[OperatorCall], told: str) -> None:
         groups = {} if alone else dict(recorder.communication.groups.ranks)
-        title = launch.title
         trace = OperatorTrace(
             tuple(calls),
             place.rank,
             place.world_size,
             groups,
-            title,
+            launch.title,
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,

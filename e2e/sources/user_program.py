@@ -12,16 +12,11 @@ from e2e.capture.distributed.distributed_capture import DistributedCapture, capt
 from e2e.capture.launcher import Launch, parse_command
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
-from e2e.lowering.lower_trace import lower_ranks
-from e2e.price.speed_band import band_of
-from e2e.sources.built_in_model import assumptions
 from e2e.sources.known_requests import Program
-from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.step_setting import cluster_of, on_machine, placed_values, setting_of, step_options
-from e2e.sources.user_script import seen_gpu
-from e2e.step.operator_trace import has_own_samples
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.step_setting import cluster_of, on_machine, step_options
+from e2e.sources.user_script import seen_gpu, step_of_ranks
 from e2e.step.options import StepOptions
-from e2e.whatif.traced_rank import TracedRank
 
 
 def prepare(request: Program) -> PreparedStep:
@@ -41,24 +36,11 @@ def prepare(request: Program) -> PreparedStep:
         found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
         return found, ranks.told(found)
 
-    captured, told = kept(_key(request, launch, options, gpus), capture)
+    captured, told = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
-    lowered = lower_ranks(
-        captured.traces, captured.multiplicity, captured.source, lowering, machine.chip().architecture
-    )
-    return PreparedStep(
-        lowered.graph,
-        setting_of(request, machine, lowering),
-        cluster,
-        lowered.memory,
-        [*lowered.warnings, *told, *assumptions(captured.traces)],
-        speed_spread=request.speed_spread,
-        band=band_of(machine),
-        batch=_batch(captured, gpus),
-        taken={"--dtype": f"the program's own, {captured.switches.described}", **placed_values(cluster)},
-        traced={trace.rank: TracedRank(trace, lowering) for trace in captured.traces},
-    )
+    taken = {"--dtype": f"the program's own, {captured.switches.described}"}
+    return step_of_ranks(request, captured, lowering, cluster, warnings=told, taken=taken)
 
 
 def _size(request: Program, launch: Launch) -> tuple[int, int]:
@@ -73,18 +55,7 @@ def _size(request: Program, launch: Launch) -> tuple[int, int]:
     return launch.gpus, nodes
 
 
-def _key(request: Program, launch: Launch, options: StepOptions, gpus: int) -> Hashable:
+def _key(request: Program, options: StepOptions, gpus: int) -> Hashable:
     """Cache key of a capture: everything that it depends on."""
     settled = replace(options, compile=False, routing=BALANCED)
     return request.command, str(request.folder), settled, request.gpu, gpus, request.nodes, request.ranks, request.data
-
-
-def _batch(captured: DistributedCapture, gpus: int) -> Batch | None:
-    """Return the batch of a step: samples of a pass, of all its passes, on all GPUs."""
-    samples, passes = captured.samples, max(1, len(captured.traces[0].passes))
-    if samples is None or (gpus > 1 and not all(has_own_samples(trace) for trace in captured.traces)):
-        return None
-    made_of = [f"{passes} passes of {samples}"] if passes > 1 else [f"{samples}"] if gpus > 1 else []
-    if gpus > 1:
-        made_of.append(f"on each of {gpus} GPUs")
-    return Batch(samples * passes * gpus, None, " ".join(made_of), samples)

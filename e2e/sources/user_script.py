@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
@@ -13,7 +14,7 @@ from e2e.capture.script import Fallback, capture_script, kept, load_script, own_
 from e2e.lowering.lower_trace import lower_ranks
 from e2e.price.speed_band import band_of
 from e2e.sources.built_in_model import assumptions, require_size, single_step
-from e2e.sources.known_requests import Script, ScriptJob
+from e2e.sources.known_requests import Program, Script, ScriptJob
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
 from e2e.step.operator_trace import OperatorTrace, has_own_samples
@@ -62,25 +63,40 @@ def prepare_ranks(request: ScriptJob) -> PreparedStep:
         )
 
     captured = kept(_key(request, capturing), capture)
-    switches = captured.switches
-    options = on_machine(capturing, cluster.machine, switches)
-    architecture = cluster.machine.chip().architecture
-    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
-    warnings = [*lowered.warnings, *_unused(request), *assumptions(captured.traces)]
     sizes = (captured.samples, captured.sequence_length)
-    taken = _taken(*sizes, switches.on(cluster.machine)) | placed_values(cluster)
-    traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
+    return step_of_ranks(
+        request,
+        captured,
+        on_machine(capturing, cluster.machine, captured.switches),
+        cluster,
+        warnings=_unused(request),
+        taken=_taken(*sizes, captured.switches.on(cluster.machine)),
+    )
+
+
+def step_of_ranks(
+    request: ScriptJob | Program,
+    captured: DistributedCapture,
+    options: StepOptions,
+    cluster: Cluster,
+    *,
+    warnings: Sequence[str],
+    taken: Mapping[str, str],
+) -> PreparedStep:
+    """Return the step of captured ranks, lowered with ``options`` and priced on ``cluster``."""
+    traces, machine = captured.traces, cluster.machine
+    lowered = lower_ranks(traces, captured.multiplicity, captured.source, options, machine.chip().architecture)
     return PreparedStep(
         lowered.graph,
-        setting_of(request, cluster.machine, options),
+        setting_of(request, machine, options),
         cluster,
         lowered.memory,
-        warnings,
+        [*lowered.warnings, *warnings, *assumptions(traces)],
         speed_spread=request.speed_spread,
-        band=band_of(cluster.machine),
-        batch=_batch(*sizes, captured.traces, gpus),
-        taken=taken,
-        traced=traced,
+        band=band_of(machine),
+        batch=_batch(captured.samples, captured.sequence_length, traces, cluster.gpus),
+        taken={**taken, **placed_values(cluster)},
+        traced={trace.rank: TracedRank(trace, options) for trace in traces},
     )
 
 
