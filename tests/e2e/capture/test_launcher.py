@@ -37,6 +37,7 @@ def test_what_a_launcher_starts(
     launch = parse_command(command.split(), folder)
     assert (launch.program, " ".join(launch.arguments)) == (program, arguments)
     assert (launch.processes, launch.nodes) == (processes, nodes)
+    assert launch.gpus == (None if processes is None or nodes is None else processes * nodes)
     assert launch.module == program.startswith("package")
 
 
