@@ -40,7 +40,7 @@ def prepare(request: Program) -> PreparedStep:
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
-    return step_of_ranks(request, captured, lowering, cluster, warnings=told, taken=taken)
+    return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=told)
 
 
 def _size(request: Program, launch: Launch) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def run(folder: Path, command: str, **options: object) -> object:
 def test_a_training_loop_is_predicted_by_its_steady_step(folder: Path) -> None:
     found = run(folder, "python train.py --batch-size 4")
     assert found.throughput.samples == 2 * 4
-    assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.warnings)
+    assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.notes)
     assert {"aten::embedding_dense_backward", "aten::mm"} <= set(found.breakdown["by_operator"])
 
 
@@ -114,7 +114,7 @@ def test_data_that_are_not_there_are_named_or_made_up(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"train.py:19: opens tokens.bin, which is not here; give --data synthetic"):
         run(folder, "python train.py --file tokens.bin")
     found = run(folder, "python train.py --file tokens.bin", data="synthetic")
-    assert any("tokens.bin is not there: 268,435,456 zeros of uint16" in line for line in found.warnings)
+    assert any("tokens.bin is not there: 268,435,456 zeros of uint16" in line for line in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,14 @@ def test_a_program_that_takes_no_step_is_told(folder: Path) -> None:
     (folder / "nothing.py").write_text("print('nothing')\n", encoding="utf-8")
     with pytest.raises(ModelError, match="ended without a step on the GPU"):
         run(folder, "python nothing.py")
+
+
+def test_device_time_is_told_by_line_of_the_program(folder: Path) -> None:
+    found = run(folder, "python train.py")
+    lines = found.breakdown["by_line"]
+    place = TRAINING.splitlines().index("        scores = model(tokens[:, :-1])") + 1
+    model, loss, step = (f"train.py:{place + after}" for after in (0, 1, 2))
+    assert {model, loss, step} <= set(lines) and "no line of the program" not in lines
+    # The product and its gradients belong to the model's line, in the forward and in the backward pass.
+    assert lines[model] > 2 * found.breakdown["by_operator"]["aten::addmm"]
+    assert sum(lines.values()) == pytest.approx(sum(found.breakdown["by_operator"].values()))
