@@ -16,7 +16,7 @@ from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, DistributedCapture, RankSignature
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import FoundStep, ProgramJob
+from e2e.capture.program import Evaluation, FoundStep, ProgramJob
 from e2e.step.options import StepOptions
 
 
@@ -49,6 +49,10 @@ class ProgramRanks:
         """Describe, for the report, the step that was taken and what the program did not really have."""
         first = self.found[capture.traces[0].rank]
         return f"{self.reference}: {first.told}", *first.notes
+
+    def evaluations(self, capture: DistributedCapture) -> tuple[Evaluation, ...]:
+        """Return the passes of the first captured rank that are no part of its step."""
+        return self.found[capture.traces[0].rank].evaluations
 
     def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
         """Return the operators of the rank's step."""

@@ -283,6 +283,11 @@ class Recorder(TorchDispatchMode):
             self._lengths.update(_lengths((given, returned)))
 
     @property
+    def recorded(self) -> int:
+        """Number of calls recorded since the last cut."""
+        return len(self._rows)
+
+    @property
     def depth(self) -> int:
         """Number of modules that the current call is inside of."""
         return len(self._here.modules)

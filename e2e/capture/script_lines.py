@@ -23,7 +23,7 @@ def script_line() -> str:
     """Return ``FILE:LINE`` of the running line of the script, or an empty string if none is running in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = _script_file(frame.f_code.co_filename)
+        file = script_file(frame.f_code.co_filename)
         if file:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
@@ -31,7 +31,7 @@ def script_line() -> str:
 
 
 @cache
-def _script_file(file: str) -> str:
+def script_file(file: str) -> str:
     """Return the name of a script's file for the report, or an empty string for code between it and the operator."""
     if file.startswith("<"):  # generated, frozen
         return ""

@@ -144,3 +144,54 @@ def test_device_time_is_told_by_line_of_the_program(folder: Path) -> None:
     # The product and its gradients belong to the model's line, in the forward and in the backward pass.
     assert lines[model] > 2 * found.breakdown["by_operator"]["aten::addmm"]
     assert sum(lines.values()) == pytest.approx(sum(found.breakdown["by_operator"].values()))
+
+
+def test_evaluation_is_told_apart_with_its_time_and_how_often_it_runs(folder: Path) -> None:
+    (line,) = [line for line in run(folder, "python train.py").notes if line.startswith("not in the step")]
+    assert "3 forward passes of Sequential without gradients every 1,000 steps, from train.py:35" in line
+
+
+LOOPS = {
+    # Five steps of a critic for each of the generator's.
+    "critic": """
+import torch
+
+critic, generator = torch.nn.Linear(64, 1).cuda(), torch.nn.Linear(16, 64).cuda()
+one, other = torch.optim.Adam(critic.parameters()), torch.optim.RMSprop(generator.parameters())
+while True:
+    for _ in range(5):
+        (critic(generator(torch.randn(8, 16, device="cuda")).detach()).mean()).backward()
+        one.step()
+    critic(generator(torch.randn(8, 16, device="cuda"))).mean().backward()
+    other.step()
+""",
+    # Ten passes of a teacher in every step, which must not be taken for evaluation.
+    "teacher": """
+import torch
+
+teacher, student = torch.nn.Linear(64, 64).cuda(), torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+while True:
+    crops = torch.randn(8, 64, device="cuda")
+    with torch.no_grad():
+        targets = [teacher(crops) for _ in range(10)]
+    sum((student(crops) - target).square().mean() for target in targets).backward()
+    optimizer.step()
+""",
+}
+
+
+def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
+    (folder / "critic.py").write_text(LOOPS["critic"], encoding="utf-8")
+    found = run(folder, "python critic.py")
+    assert any("of RMSprop" in line for line in found.notes)
+    products = [name for name in found.breakdown["by_line"] if name.startswith("critic.py:8")]
+    assert products and found.operators > 5 * 20
+
+
+def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:
+    (folder / "teacher.py").write_text(LOOPS["teacher"], encoding="utf-8")
+    found = run(folder, "python teacher.py")
+    assert not any("not in the step" in line for line in found.notes)
+    products = found.breakdown["by_operator"]["aten::addmm"]
+    assert found.breakdown["by_line"]["teacher.py:9"] == pytest.approx(10 / 11 * products)
