@@ -194,4 +194,4 @@ def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> 
     found = run(folder, "python teacher.py")
     assert not any("not in the step" in line for line in found.notes)
     products = found.breakdown["by_operator"]["aten::addmm"]
-    assert found.breakdown["by_line"]["teacher.py:9"] == pytest.approx(10 / 11 * products)
+    assert found.breakdown["by_line"]["teacher.py:9"] == pytest.approx(products / 2)  # the student is called as often
