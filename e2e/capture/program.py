@@ -23,7 +23,6 @@ from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -44,6 +43,7 @@ from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, made_up_data, missing_file, silent_loggers, torchvision_operators
+from e2e.capture.written_files import kept_files
 from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.options import StepOptions
 
@@ -246,8 +246,11 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return."""
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+
+    ``scratch``: folder for files that the program must not find later.
+    """
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
@@ -276,6 +279,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         signature: RankSignature = ((digest(calls), (), "", ""),)
         peers = frozenset() if alone else frozenset(recorder.communication.peers)
         rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
+        files.undo()
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
@@ -289,7 +293,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         stack.enter_context(patch.dict(os.environ, launch.environment))
         stack.enter_context(silent_loggers())
         local = min(place.gpus_per_node, place.world_size)
-        stack.enter_context(driver_tools(job.options.seen_gpu, local, Path(stack.enter_context(TemporaryDirectory()))))
+        stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
         stack.enter_context(torchvision_operators())
         if job.made_up:
             stack.enter_context(made_up_data(note))
@@ -300,6 +304,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
             stack.enter_context(spawned_ranks(place))
         libraries = LibraryPatches(recorder, stack)
         recorder.before_wrapper = libraries.update
+        files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         _start(launch)
@@ -366,7 +371,7 @@ def main(job_file: str, answer_file: str) -> None:
         _end_process(0)
 
     try:
-        run_program(job, answer)
+        run_program(job, Path(job_file).parent, answer)
     except NotYetSent as wait:
         answer(wait)
     except (ModelError, InputError) as error:

@@ -195,3 +195,42 @@ def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> 
     assert not any("not in the step" in line for line in found.notes)
     products = found.breakdown["by_operator"]["aten::addmm"]
     assert found.breakdown["by_line"]["teacher.py:9"] == pytest.approx(products / 2)  # the student is called as often
+
+
+WRITER = """
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+with open("log.txt", "a") as log:
+    log.write("overwritten")
+assert Path("log.txt").read_text() == "oldoverwritten"
+os.makedirs("run/deep")
+Path("run/deep/new.txt").write_text("new")
+shutil.rmtree("kept")
+os.replace("run/deep/new.txt", "best.txt")
+assert open("best.txt").read() == "new"
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "checkpoint.pt")
+    model.load_state_dict(torch.load("checkpoint.pt"))
+    print("much to say " * 100_000)
+"""
+
+
+def test_files_are_as_they_were_and_output_has_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(WRITER, encoding="utf-8")
+    (tmp_path / "kept").mkdir()
+    for name in ("log.txt", "best.txt", "checkpoint.pt", "kept/file.txt"):
+        (tmp_path / name).write_text("old", encoding="utf-8")
+    before = {path: path.is_dir() or path.read_text() for path in tmp_path.rglob("*")}
+    found = run(tmp_path, "python train.py")
+    assert {path: path.is_dir() or path.read_text() for path in tmp_path.rglob("*")} == before
+    place = WRITER.splitlines().index('    torch.save(model.state_dict(), "checkpoint.pt")') + 1
+    assert f"train.py:{place} writes checkpoint.pt: not written" in found.notes
+    assert len(capfd.readouterr().err) < 50_000
