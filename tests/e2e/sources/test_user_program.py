@@ -234,3 +234,44 @@ def test_files_are_as_they_were_and_output_has_an_end(tmp_path: Path, capfd: pyt
     place = WRITER.splitlines().index('    torch.save(model.state_dict(), "checkpoint.pt")') + 1
     assert f"train.py:{place} writes checkpoint.pt: not written" in found.notes
     assert len(capfd.readouterr().err) < 50_000
+
+
+HABITS = """
+import os
+import threading
+
+import torch
+
+
+@torch.jit.script
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.erf(x / 1.41421))
+
+
+state = torch.cuda.get_rng_state()
+torch.cuda.random.set_rng_state(state)
+torch.cuda.default_generators[0].set_state(state)
+os.chdir("/")
+if os.fork() == 0:
+    os._exit(0)
+thread = threading.Thread(target=print, args=("from a thread",))
+thread.start()
+thread.join()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(5):
+    loss = gelu(model(torch.randn(8, 64, device="cuda"))).mean()
+    loss.backward()
+    optimizer.step()
+    print({"loss": loss}, model.weight)
+    if number == 4:
+        os._exit(0)
+"""
+
+
+def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "habits.py").write_text(HABITS, encoding="utf-8")
+    found = run(folder, "python habits.py")
+    assert "aten::erf" in found.breakdown["by_operator"]
+    said = capfd.readouterr().err
+    assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
