@@ -128,8 +128,11 @@ def _random_state(device: Any = None) -> torch.Tensor:
 
 # Random numbers of GPUs have no values here; their states are those of a generator of the host.
 _RANDOM: dict[str, Any] = {
-    **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), lambda *args, **kwargs: None),
-    **dict.fromkeys(("set_rng_state", "set_rng_state_all"), lambda *args, **kwargs: None),
+    **{
+        # One function for each name: PyTorch's compiler tells them apart.
+        name: lambda *args, **kwargs: None
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+    },
     "get_rng_state": _random_state,
     "get_rng_state_all": lambda: [_random_state(number) for number in range(torch.cuda.device_count())],
     "initial_seed": lambda: 0,
