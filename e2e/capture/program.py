@@ -348,7 +348,8 @@ def _start(launch: Launch) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise
+            said = f": {end.code}" if isinstance(end.code, str) else f" with status {end.code}; its own message is above"
+            raise ModelError(f"{launch.title}: the program ended before its first step{said}") from None
     except FileNotFoundError as error:
         missing = missing_file(error, traceback.extract_tb(error.__traceback__))
         if missing is None:
