@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
 from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
@@ -237,6 +238,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         local = min(place.gpus_per_node, place.world_size)
         stack.enter_context(driver_tools(job.options.seen_gpu, local, Path(stack.enter_context(TemporaryDirectory()))))
         stack.enter_context(torchvision_operators())
+        stack.enter_context(cuda_packages(note))
         if job.made_up:
             stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
@@ -292,6 +294,11 @@ def _start(launch: Launch) -> None:
             raise
     except FileNotFoundError as error:
         missing = missing_file(error, traceback.extract_tb(error.__traceback__))
+        if missing is None:
+            raise
+        raise ModelError(missing) from None
+    except ImportError as error:
+        missing = missing_package(error, traceback.extract_tb(error.__traceback__))
         if missing is None:
             raise
         raise ModelError(missing) from None
