@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from e2e.capture.cuda_packages.kernels import attend, norm, one_pass
+from e2e.capture.cuda_packages.kernels import OPERATORS, attend, norm
 from e2e.capture.known_values import known
 from e2e.capture.models.stacks import FusedCrossEntropy, Gated, Rotary
 
@@ -458,7 +458,7 @@ class MHA(nn.Module):
 
 
 def _apply_rotary(x1: Any, x2: Any, cos: Any, sin: Any, out1: Any, out2: Any, conj: bool) -> None:
-    torch.ops.package.one_pass("rotary", [x1, x2, cos, sin], [out1, out2])
+    OPERATORS.one_pass("rotary", [x1, x2, cos, sin], [out1, out2])
 
 
 def _xentropy_forward(logits: Any, labels: Any, *_: Any) -> Any:
@@ -476,7 +476,7 @@ def _norm_forward(
     is_rms_norm: bool,
 ) -> Any:  # fmt: skip
     kind = "rms_norm" if is_rms_norm else "layer_norm"
-    output, total, sums = torch.ops.package.norm(x0, residual, [each for each in (gamma, beta) if each is not None], kind)
+    output, total, sums = OPERATORS.norm(x0, residual, [each for each in (gamma, beta) if each is not None], kind)
     return output, x0 if residual is None else total, x0.new_empty(0, dtype=torch.uint8), sums, sums
 
 
@@ -486,7 +486,7 @@ def _norm_backward(
     is_rms_norm: bool,
 ) -> Any:  # fmt: skip
     kind = "rms_norm" if is_rms_norm else "layer_norm"
-    of_data, of_parameters = torch.ops.package.norm_backward(dz, dx, x, [gamma], kind)
+    of_data, of_parameters = OPERATORS.norm_backward(dz, dx, x, [gamma], kind)
     return of_data, of_data if has_residual else None, of_parameters[0], of_parameters[0], None, None
 
 

@@ -2,7 +2,8 @@
 
 ``package::attention``: fused attention of (batch, length, heads, width), or of one row of sequences with the lengths
 ``packed``, by a named kernel. ``package::norm``: a layer or RMS norm of any mixture of types, after an addition if
-there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once.
+there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once; ``package::update_``: one of an
+optimizer, over a parameter and its states.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ for _schema in (
     "norm(Tensor data, Tensor? residual, Tensor[] parameters, str kind) -> (Tensor, Tensor, Tensor)",
     "norm_backward(Tensor gradient, Tensor? of_sum, Tensor data, Tensor[] parameters, str kind) -> (Tensor, Tensor[])",
     "one_pass(str name, Tensor[] read, Tensor[] like) -> Tensor[]",
+    "update_(str name, Tensor gradient, Tensor(a!)[] written) -> ()",
 ):
     _LIBRARY.define(_schema)
 
@@ -49,7 +51,8 @@ _LIBRARY.impl(
     "Meta",
 )
 _LIBRARY.impl("one_pass", lambda name, read, like: [torch.empty_like(each) for each in like], "Meta")
-_ops = torch.ops.package
+_LIBRARY.impl("update_", lambda *_: None, "Meta")
+OPERATORS = torch.ops.package
 
 
 class Attention(torch.autograd.Function):
@@ -61,7 +64,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, bias: Any, how: tuple[Any, ...], *given: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*given, *(() if bias is None else (bias,)))
         ctx.how, ctx.count = how, len(given)
-        return _ops.attention(*_parts(given), bias, *how)
+        return OPERATORS.attention(*_parts(given), bias, *how)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -69,7 +72,7 @@ class Attention(torch.autograd.Function):
         given, bias = saved[: ctx.count], saved[ctx.count :]
         found = [torch.empty_like(each) for each in given]
         inputs = (*_parts(given), bias[0] if bias else None, *ctx.how)
-        _ops.attention_backward(gradients[0], *inputs, *_parts(found))
+        OPERATORS.attention_backward(gradients[0], *inputs, *_parts(found))
         return (torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[0] else None, None, *found)
 
 
@@ -99,7 +102,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: Any, residual: Any, kind: str, *parameters: torch.Tensor) -> Any:
-        output, total, _ = _ops.norm(data, residual, list(parameters), kind)
+        output, total, _ = OPERATORS.norm(data, residual, list(parameters), kind)
         ctx.save_for_backward(data if residual is None else total, *parameters)
         ctx.kind, ctx.added = kind, None if residual is None else residual.dtype
         return output if residual is None else (output, total)
@@ -108,7 +111,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         data, *parameters = ctx.saved_tensors
         of_sum = gradients[1] if len(gradients) > 1 else None
-        of_data, of_parameters = _ops.norm_backward(gradients[0], of_sum, data, parameters, ctx.kind)
+        of_data, of_parameters = OPERATORS.norm_backward(gradients[0], of_sum, data, parameters, ctx.kind)
         return (of_data, None if ctx.added is None else of_data.to(ctx.added), None, *of_parameters)
 
 
@@ -128,7 +131,7 @@ class OnePass(torch.autograd.Function):
     def forward(ctx: Any, name: str, kept: tuple[int, ...], *given: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*(given[place] for place in kept))
         ctx.name, ctx.given = name, tuple((each.shape, each.dtype, each.device) for each in given)
-        return _ops.one_pass(name, list(given), [given[0]])[0]
+        return OPERATORS.one_pass(name, list(given), [given[0]])[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -137,7 +140,7 @@ class OnePass(torch.autograd.Function):
             for (shape, dtype, device), needed in zip(ctx.given, ctx.needs_input_grad[2:], strict=True)
         ]
         written = [each for each in like if each is not None]
-        found = iter(_ops.one_pass(f"{ctx.name}_backward", [gradients[0], *ctx.saved_tensors], written))
+        found = iter(OPERATORS.one_pass(f"{ctx.name}_backward", [gradients[0], *ctx.saved_tensors], written))
         return (None, None, *(None if each is None else next(found) for each in like))
 
 

@@ -110,6 +110,12 @@ def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(call.name, written[0], read, written)]
 
 
+def _update(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower an optimizer's kernel over one parameter: the gradient is read, all others are read and written."""
+    gradient, written = tensor_argument(call, 1), list(tensors(call.inputs[2:3]))
+    return [_moved(f"package::{call.inputs[0]}", written[0], [gradient, *written], written)]
+
+
 def _updated(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower an optimizer's kernel over one parameter: all tensors are read; all but the gradient, which comes first,
     are written.
@@ -125,6 +131,7 @@ TABLE: dict[str, Lowering] = {
     "package::norm": _norm,
     "package::norm_backward": _norm_backward,
     "package::one_pass": _one_pass,
+    "package::update_": _update,
     "bitsandbytes::dequantize_4bit": _dequantized,
     "bitsandbytes::dequantize_blockwise": _dequantized,
     "bitsandbytes::quantize_4bit": _dequantized,
