@@ -33,7 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
 from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
@@ -204,6 +206,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
+    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
     alone = place.world_size == 1
     notes: list[str] = []
 
@@ -225,6 +228,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
+            regions=recorder.last_parts,
         )
         signature: RankSignature = ((digest(calls), (), "", ""),)
         peers = frozenset() if alone else frozenset(recorder.communication.peers)

@@ -38,6 +38,8 @@ def prepare(request: Program) -> PreparedStep:
 
     captured, told = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
+    if options.compile:  # all of it, whatever the program compiles itself
+        captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
     return step_of_ranks(request, captured, lowering, cluster, warnings=told, taken=taken)
