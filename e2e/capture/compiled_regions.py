@@ -1,5 +1,5 @@
-"""Regions of a program that ``torch.compile`` compiles: functions and modules, each call of which is a region of its own,
-with its backward pass.
+"""Regions of a program that ``torch.compile`` compiles: functions and modules, each call of which is a region of its
+own, with its backward pass.
 """
 
 from __future__ import annotations

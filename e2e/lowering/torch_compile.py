@@ -281,7 +281,12 @@ def _nodes(
             continue
         call = replace(traced, phase=rank.calls[traced.id].phase)
         compiled = parts is None or call.id in parts
-        fusible = call.phase in phases and _is_fusible(call, work[call.id]) and compiled and (chosen is None or call.id in chosen)
+        fusible = (
+            call.phase in phases
+            and _is_fusible(call, work[call.id])
+            and compiled
+            and (chosen is None or call.id in chosen)
+        )
         node = _Node(call, work[call.id], fusible, compiled, part=None if parts is None else parts.get(call.id))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))

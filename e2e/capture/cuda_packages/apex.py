@@ -1,5 +1,5 @@
-"""Apex: fused norms and optimizers, ``amp``, data parallelism. Its optimizers keep their state in 32 bits and take a few
-kernels for all parameters.
+"""Apex: fused norms and optimizers, ``amp``, data parallelism. Its optimizers keep their state in 32 bits and take a
+few kernels for all parameters.
 """
 
 from __future__ import annotations

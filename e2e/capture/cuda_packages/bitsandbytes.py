@@ -47,7 +47,9 @@ class Linear4bit(nn.Module):
         count = input_features * output_features
         codes = torch.empty(count // 2, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
-        scales = torch.empty(count // _BLOCK, dtype=torch.uint8 if compress_statistics else torch.float32, device=device)
+        scales = torch.empty(
+            count // _BLOCK, dtype=torch.uint8 if compress_statistics else torch.float32, device=device
+        )
         self.register_buffer("absmax", scales, persistent=False)
         self.bias = nn.Parameter(torch.zeros(output_features, device=device)) if bias else None
 
@@ -96,7 +98,9 @@ class _Product8(torch.autograd.Function):
         gradient = gradients[0]
         wide = weight
         if weight.dtype is torch.int8:
-            wide = OPERATORS.one_pass("dequantize_8bit", [weight], [weight.new_empty(weight.shape, dtype=given.dtype)])[0]
+            wide = OPERATORS.one_pass("dequantize_8bit", [weight], [weight.new_empty(weight.shape, dtype=given.dtype)])[
+                0
+            ]
         of_weight = gradient.flatten(0, -2).t() @ given.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return gradient @ wide.to(gradient.dtype), of_weight
 
@@ -112,7 +116,9 @@ def _in_8_bits(given: torch.Tensor) -> torch.Tensor:
 class _Optimizer(torch.optim.Optimizer):
     """Optimizer with one kernel for each parameter, whose states are in 8 bits, or in 32."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, *_: Any, count: int = 2, eight: bool = True, **named: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float = 1e-3, *_: Any, count: int = 2, eight: bool = True, **named: Any
+    ) -> None:
         self.count, self.eight = count, eight
         super().__init__(params, {"lr": lr, "weight_decay": named.get("weight_decay", 0.0)})
 
@@ -142,7 +148,15 @@ class _Optimizer(torch.optim.Optimizer):
 
 def _optimizers() -> dict[str, Any]:
     found = {}
-    for base, count in (("Adam", 2), ("AdamW", 2), ("Lion", 1), ("SGD", 1), ("RMSprop", 1), ("Adagrad", 1), ("LAMB", 2)):
+    for base, count in (
+        ("Adam", 2),
+        ("AdamW", 2),
+        ("Lion", 1),
+        ("SGD", 1),
+        ("RMSprop", 1),
+        ("Adagrad", 1),
+        ("LAMB", 2),
+    ):
         for prefix in ("", "Paged"):
             for suffix, eight in (("", False), ("8bit", True), ("32bit", False)):
                 found[f"{prefix}{base}{suffix}"] = _kind(f"{prefix}{base}{suffix}", count, eight)

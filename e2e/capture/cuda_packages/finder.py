@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,8 +92,8 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, note: Note, installed: Iterable[str]) -> None:
-        self.note, self.installed = note, frozenset(installed)
+    def __init__(self, note: Note, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
+        self.note, self.installed = note, installed
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
@@ -105,7 +106,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
-            return package not in _RUN_AS_INSTALLED
+            # A module of the user's own, which stands in for the package too, comes first.
+            return package not in _RUN_AS_INSTALLED and _is_library(str(self.installed[package].origin))
         return package in sys.modules or package in ASKED_BY_LIBRARIES or not _asked_by_library()
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -140,6 +142,10 @@ class _Metadata(importlib.metadata.Distribution):
         return Path(path)
 
 
+def _is_library(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
+
+
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
@@ -149,7 +155,7 @@ def _asked_by_library() -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
-            return "site-packages" in file or "dist-packages" in file
+            return _is_library(file)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
@@ -157,8 +163,7 @@ def _asked_by_library() -> bool:
 @contextmanager
 def cuda_packages(note: Note) -> Iterator[None]:
     """Context in which CUDA packages can be imported; ``note`` is told of each."""
-    installed = [package for package in PACKAGES if find_spec(package) is not None]
-    finder = _Finder(note, installed)
+    finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -174,10 +179,9 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         return None
     place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")
     package = error.name.partition(".")[0]
+    stub = f"put a {package}.py with these functions, written with torch, on PYTHONPATH"
     if package in PACKAGES and (package in sys.modules or not isinstance(error, ModuleNotFoundError)):
-        return (
-            f"{place}imports {_imported(error)}, which the stand-in for {package} does not have; {_WAYS.format(package)}"
-        )
+        return f"{place}imports {_imported(error)}, which the stand-in for {package} does not have; {stub}"
     refused = next((name for name in REFUSED if f"{error.name}.".startswith(f"{name}.")), None)
     if refused is not None:
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
@@ -188,15 +192,12 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
             f"{place}imports {package}, which is not installed here and needs no GPU: "
             f"pip install --no-deps {INSTALLABLE[package]}"
         )
-    return f"{place}imports {error.name}, which is not installed here: pip install it, or, if it needs CUDA, {_WAYS.format(package)}"
-
-
-_WAYS = "put a {0}.py with these functions, written with torch, on PYTHONPATH"
+    return f"{place}imports {error.name}, which is not installed here: pip install it, or, if it needs CUDA, {stub}"
 
 
 def _imported(error: ImportError) -> str:
-    name = getattr(error, "name_from", None)
-    return f"{name} of {error.name}" if name else str(error.name)
+    named = re.match(r"cannot import name '(\w+)'", str(error))
+    return f"{named[1]} of {error.name}" if named else str(error.name)
 
 
 def _is_code(frame: traceback.FrameSummary) -> bool:

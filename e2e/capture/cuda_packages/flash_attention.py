@@ -110,7 +110,7 @@ def _packed(
     queries, keys = given[0], given[-1]
     rows = [each.unsqueeze(0) for each in given]
     lengths = lengths_of(of_queries, queries.shape[0])
-    how = {"kernel": kernel, "causal": causal, "window": _window(window, causal), "dropout": dropout}
+    how: dict[str, Any] = {"kernel": kernel, "causal": causal, "window": _window(window, causal), "dropout": dropout}
     if queries.shape[0] == keys.shape[0]:
         return attend(*rows, packed=lengths, **how).squeeze(0)
     # Queries and keys of different lengths, as in cross attention: equal sequences of the mean lengths.
@@ -178,7 +178,9 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 # --- rotary embeddings --------------------------------------------------------------------------------
 
 
-def apply_rotary_emb(x: Any, cos: Any, sin: Any, interleaved: bool = False, inplace: bool = False, *_: Any, **__: Any) -> Any:
+def apply_rotary_emb(
+    x: Any, cos: Any, sin: Any, interleaved: bool = False, inplace: bool = False, *_: Any, **__: Any
+) -> Any:
     """Rotate (batch, length, heads, width) in one kernel."""
     return Rotary.apply(x, cos, sin)
 
@@ -216,7 +218,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, dim: int, base: float = 10000.0, interleaved: bool = False, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.dim, self._tables = dim, None
+        self.dim = dim
+        self._tables: tuple[torch.Tensor, ...] | None = None
 
     def _both(self, length: int, like: torch.Tensor) -> Any:
         if self._tables is None or self._tables[0].shape[0] < length or self._tables[0].dtype is not like.dtype:
@@ -298,7 +301,9 @@ class LayerNorm(RMSNorm):
 class DropoutAddLayerNorm(LayerNorm):
     """Layer norm of the sum of a residual and of what dropout leaves."""
 
-    def __init__(self, hidden_size: int, prenorm: bool = False, p: float = 0.0, eps: float = 1e-5, **named: Any) -> None:
+    def __init__(
+        self, hidden_size: int, prenorm: bool = False, p: float = 0.0, eps: float = 1e-5, **named: Any
+    ) -> None:
         super().__init__(hidden_size, eps, named.get("device"), named.get("dtype"))
         self.prenorm = prenorm
 
@@ -409,7 +414,9 @@ class GatedMlp(nn.Module):
 class FlashSelfAttention(nn.Module):
     """Attention of (batch, length, 3, heads, width)."""
 
-    def __init__(self, causal: bool = False, softmax_scale: Any = None, attention_dropout: float = 0.0, **_: Any) -> None:
+    def __init__(
+        self, causal: bool = False, softmax_scale: Any = None, attention_dropout: float = 0.0, **_: Any
+    ) -> None:
         super().__init__()
         self.causal, self.drop = causal, attention_dropout
 
@@ -503,7 +510,12 @@ _FLASH3 = {
     "flash_attn_qkvpacked_func": flash3_qkvpacked_func,
     "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
-_NORMS = {"rms_norm_fn": rms_norm_fn, "layer_norm_fn": layer_norm_fn, "RMSNorm": RMSNorm, "layer_norm": layer_norm}
+_NORMS: dict[str, Any] = {
+    "rms_norm_fn": rms_norm_fn,
+    "layer_norm_fn": layer_norm_fn,
+    "RMSNorm": RMSNorm,
+    "layer_norm": layer_norm,
+}
 
 MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": _FLASH2,

@@ -2,8 +2,8 @@
 
 ``package::attention``: fused attention of (batch, length, heads, width), or of one row of sequences with the lengths
 ``packed``, by a named kernel. ``package::norm``: a layer or RMS norm of any mixture of types, after an addition if
-there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once; ``package::update_``: one of an
-optimizer, over a parameter and its states.
+there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once;
+``package::update_``: one of an optimizer, over a parameter and its states.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class Norm(torch.autograd.Function):
         return (of_data, None if ctx.added is None else of_data.to(ctx.added), None, *of_parameters)
 
 
-def norm(
-    data: torch.Tensor, kind: str, *parameters: torch.Tensor | None, residual: torch.Tensor | None = None
-) -> Any:
+def norm(data: torch.Tensor, kind: str, *parameters: torch.Tensor | None, residual: torch.Tensor | None = None) -> Any:
     """Return the norm (``layer_norm`` or ``rms_norm``) of the last dimension in one kernel, whatever the types."""
     return Norm.apply(data, residual, kind, *(each for each in parameters if each is not None))
 

@@ -36,7 +36,7 @@ class Mamba(nn.Module):
         conv_bias: bool = True, bias: bool = False, **named: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        like = {name: named.get(name) for name in ("device", "dtype")}
+        like: dict[str, Any] = {name: named.get(name) for name in ("device", "dtype")}
         inner = expand * d_model
         rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         self.in_proj = nn.Linear(d_model, 2 * inner, bias, **like)
@@ -66,7 +66,7 @@ class Mamba2(nn.Module):
         chunk_size: int = 256, **named: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        like = {name: named.get(name) for name in ("device", "dtype")}
+        like: dict[str, Any] = {name: named.get(name) for name in ("device", "dtype")}
         inner = expand * d_model
         heads, channels = inner // headdim, inner + 2 * ngroups * d_state
         self.headdim, self.ngroups, self.chunk_size, self.rmsnorm = headdim, ngroups, chunk_size, rmsnorm

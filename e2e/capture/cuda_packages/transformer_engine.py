@@ -65,7 +65,9 @@ class Format:
 
 
 @contextmanager
-def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, *_: Any, **named: Any) -> Iterator[None]:
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, *_: Any, **named: Any
+) -> Iterator[None]:
     """Context in which linear layers multiply in 8 bits."""
     recipe = fp8_recipe or named.get("recipe")
     if enabled and torch.cuda.get_device_capability() < (8, 9):
@@ -152,7 +154,7 @@ class LayerNormLinear(Linear):
         normalization: str = "LayerNorm", **named: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, **named)
-        shared = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
         made = _norm_of(normalization, in_features, eps, shared)
         self.layer_norm_weight, self.layer_norm_bias, self.kind = made.weight, made.bias, made.kind
 
@@ -175,7 +177,7 @@ class LayerNormMLP(nn.Module):
         self.activation = activation
         size = (named.get("tp_size", 1) or 1) if named.get("set_parallel_mode") else 1
         inner = ffn_hidden_size // size
-        shared = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
         made = _norm_of(normalization, hidden_size, eps, shared)
         self.layer_norm_weight, self.layer_norm_bias, self.kind = made.weight, made.bias, made.kind
         rows = 2 * inner if activation in _GATED else inner
@@ -208,8 +210,8 @@ class DotProductAttention(nn.Module):
 
     def forward(
         self, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, qkv_format: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *_: Any, attn_mask_type: Any = None, window_size: Any = None,
-        core_attention_bias: Any = None, **__: Any,
+        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *_: Any, attn_mask_type: Any = None,
+        window_size: Any = None, core_attention_bias: Any = None, **__: Any,
     ) -> Any:  # fmt: skip
         """Attend in the format of sequence, batch, heads and width, batch first, or packed."""
         form = qkv_format or self.format
@@ -244,7 +246,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         size = (named.get("tp_size", 1) or 1) if named.get("set_parallel_mode") else 1
-        shared = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
         self.width = kv_channels or hidden_size // num_attention_heads
         self.heads = num_attention_heads // size
         self.kv_heads = (num_gqa_groups or num_attention_heads) // size
@@ -260,7 +262,9 @@ class MultiheadAttention(nn.Module):
         )
         self.proj = Linear(self.heads * self.width, hidden_size, bias, **shared)
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, *_: Any, rotary_pos_emb: Any = None, **named: Any) -> Any:
+    def forward(
+        self, hidden_states: Any, attention_mask: Any = None, *_: Any, rotary_pos_emb: Any = None, **named: Any
+    ) -> Any:
         """Attend to the states themselves."""
         whole = self.qkv(hidden_states).unflatten(-1, (-1, self.width))
         query, key, value = whole.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)

@@ -25,6 +25,7 @@ class AttentionBias:
 
     def __init__(self, lengths: Sequence[int] = (), window: int = 0, of_keys: Sequence[int] = ()) -> None:
         self.lengths, self.window, self.of_keys = tuple(lengths), window, tuple(of_keys or lengths)
+        self.batches = [1] * len(self.lengths)
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, **_: Any) -> Any:
@@ -42,9 +43,8 @@ class AttentionBias:
     def split(self, tensor: torch.Tensor) -> Any:
         """Return the sequences packed in ``tensor``, in the batches that they came from."""
         parts = list(tensor.split(self.lengths, dim=1))
-        batches = getattr(self, "batches", [1] * len(parts))
         found = []
-        for count in batches:
+        for count in self.batches:
             group, parts = parts[:count], parts[count:]
             found.append(torch.cat(group) if count > 1 else group[0])
         return found

@@ -1,5 +1,5 @@
-"""Kernels of CUDA packages (:mod:`e2e.capture.cuda_packages`): attention, norms, single passes, weights and optimizers in
-4 and 8 bits.
+"""Kernels of CUDA packages (:mod:`e2e.capture.cuda_packages`): attention, norms, single passes; weights and
+optimizers in 4 and 8 bits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor]) -
 
 def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the expansion of stored weights: codes and scales are read, 16 bits written."""
-    written = gpu_outputs(call) or [each for each in tensors((call.attributes.get("out"),))]
+    written = gpu_outputs(call) or list(tensors((call.attributes.get("out"),)))
     read = [each for each in gpu_inputs(call) if each.id not in {e.id for e in written}]
     return [_moved(call.name, written[0], read, written)]
 
