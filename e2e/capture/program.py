@@ -33,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
 from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
@@ -254,6 +257,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
+    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
     alone = place.world_size == 1
     notes: list[str] = []
 
@@ -275,6 +279,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
+            regions=recorder.last_parts,
         )
         signature: RankSignature = ((digest(calls), (), "", ""),)
         peers = frozenset() if alone else frozenset(recorder.communication.peers)
@@ -295,6 +300,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         local = min(place.gpus_per_node, place.world_size)
         stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
         stack.enter_context(torchvision_operators())
+        stack.enter_context(cuda_packages(note))
         if job.made_up:
             stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
@@ -352,6 +358,11 @@ def _start(launch: Launch) -> None:
             raise ModelError(f"{launch.title}: the program ended before its first step{said}") from None
     except FileNotFoundError as error:
         missing = missing_file(error, traceback.extract_tb(error.__traceback__))
+        if missing is None:
+            raise
+        raise ModelError(missing) from None
+    except ImportError as error:
+        missing = missing_package(error, traceback.extract_tb(error.__traceback__))
         if missing is None:
             raise
         raise ModelError(missing) from None

@@ -542,7 +542,7 @@ def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
     if options.compile:
-        rank = compile_rank(rank, trace)
+        rank = compile_rank(rank, trace, trace.regions)
     elif trace.compiled:
         warnings.append(_EAGER)
     graph = ExecutionGraph((rank,), source=trace.source)

@@ -40,6 +40,8 @@ def prepare(request: Program) -> PreparedStep:
 
     captured, told, evaluations = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
+    if options.compile:  # all of it, whatever the program compiles itself
+        captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
     apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]

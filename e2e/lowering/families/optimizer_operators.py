@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from costmodel.operators.device_work import OptimizerStep
+from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.work import Context, DeviceWork, Lowering, dtype_of, elementwise, gpu_outputs, numel, on_gpu
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
@@ -108,9 +109,11 @@ def _fused(call: OperatorCall, context: Context) -> list[DeviceWork]:
     kind, reads, writes = FUSED[call.name]
     lists = [group for group in _lists(call) if numel(group[0]) == numel(_lists(call)[0][0])]
     shapes = [tensor.shape for tensor in lists[0]]
-    depth = sum(1 for group in lists if [tensor.shape for tensor in group] == shapes)
-    extra = max(depth - reads, 0)
-    dtype = dtype_of(lists[0][0])
+    alike = [group for group in lists if [tensor.shape for tensor in group] == shapes]
+    depth, dtype = len(alike), dtype_of(lists[0][0])
+    # Wider states than parameters, as Apex keeps them, count as several lists; they are read and written.
+    wider = sum(DTYPE_BYTES[dtype_of(group[0])] // DTYPE_BYTES[dtype] - 1 for group in alike)
+    extra = max(depth - reads, 0) + max(wider, 0)
     return [
         DeviceWork(call.name, (OptimizerStep(kind, elements, count, reads + extra, writes + extra, dtype),))
         for elements, count in launches(lists[0], MAX_TENSORS[min(depth, 5)])

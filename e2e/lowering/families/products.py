@@ -164,7 +164,7 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [gemm(context, first, second, call.name)]
 
 
-def _attention_record(
+def attention_record(
     call: OperatorCall, context: Context, operands: tuple[Tensor, Tensor, Tensor], causal: bool, direction: Direction
 ) -> Attention:
     """Return the record of an attention call with operands of shape (batch, heads, length, head_dim).
@@ -235,7 +235,7 @@ def _operands(call: OperatorCall, first: int = 0) -> tuple[Tensor, Tensor, Tenso
 def _fused(causal_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call), causal, "forward"),))]
+        return [DeviceWork(call.name, (attention_record(call, context, _operands(call), causal, "forward"),))]
 
     return lower
 
@@ -247,7 +247,7 @@ def _fused_backward(causal_place: int) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call, 1), causal, "backward"),))]
+        return [DeviceWork(call.name, (attention_record(call, context, _operands(call, 1), causal, "backward"),))]
 
     return lower
 
@@ -260,7 +260,7 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
     first = 1 if backward else 0
     sinks, causal, window, dropout = (argument(call, first + 3 + place) for place in range(4))
     operands = _operands(call, first)
-    record = _attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
+    record = attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
     width = window if isinstance(window, int) else 0
     document = argument(call, first + 7, "document", 0)
     record = replace(
