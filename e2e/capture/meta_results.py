@@ -169,6 +169,15 @@ def _like_second(func: Any, gradient: torch.Tensor, tensor: torch.Tensor, *args:
     return torch.empty_like(tensor) if _is_meta(tensor) else func(gradient, tensor, *args, **kwargs)
 
 
+def _shared_moments(func: Any, data: torch.Tensor, *args: Any) -> Any:
+    """Return sums or moments of each channel in float32: two, or four with the gradients of weight and bias."""
+    if not _is_meta(data):
+        return func(data, *args)
+    count = 4 if func is aten.batch_norm_backward_reduce.default else 2
+    channels = data.shape[1]
+    return tuple(torch.empty(channels, dtype=torch.float32, device="meta") for _ in range(count))
+
+
 def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
     """Return the indices given by known repeats; otherwise ``output_size`` must be given."""
     values = known(repeats) if _is_meta(repeats) else None
@@ -230,6 +239,11 @@ _SPECIAL: dict[Any, Any] = {
     aten.native_dropout.default: _native_dropout,
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
+    aten.batch_norm_stats.default: _shared_moments,
+    aten.batch_norm_gather_stats_with_counts.default: _shared_moments,
+    aten.batch_norm_backward_reduce.default: _shared_moments,
+    aten.batch_norm_elemt.default: _like_first,
+    aten.batch_norm_backward_elemt.default: _like_first,
     aten.bincount.default: _bincount,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,

@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -35,7 +34,8 @@ from torch.utils._device import _device_constructors
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
-from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.distributed.rank_processes import spawned_ranks
+from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import tf32_switches
@@ -203,31 +203,26 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
-    alone = place.world_size == 1
+    recorder.communication = Communication(recorder)
     notes: list[str] = []
 
     def note(line: str) -> None:
         if line not in notes:
             notes.append(line)
 
-    if not alone:
-        recorder.communication = Communication(recorder)
-
     def finish(calls: Sequence[OperatorCall], told: str) -> None:
-        groups = {} if alone else dict(recorder.communication.groups.ranks)
         trace = OperatorTrace(
             tuple(calls),
             place.rank,
             place.world_size,
-            groups,
+            dict(recorder.communication.groups.ranks),
             launch.title,
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
         )
         signature: RankSignature = ((digest(calls), (), "", ""),)
-        peers = frozenset() if alone else frozenset(recorder.communication.peers)
-        rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
+        rank = CapturedRank(trace, frozenset(recorder.communication.peers), signature, _samples(recorder), switches=tf32_switches())
         answer(FoundStep(rank, job.mailbox, told, tuple(notes)))
 
     finder = StepFinder(recorder, finish)
@@ -241,32 +236,16 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
             stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
-        if not alone:
-            stack.enter_context(fake_world(place, recorder, job.mailbox))
-            stack.enter_context(spawned_ranks(place))
-        libraries = LibraryPatches(recorder, stack)
-        recorder.before_wrapper = libraries.update
+        launched = place.world_size > 1 or launch.processes is not None
+        stack.enter_context(fake_world(place, recorder, job.mailbox, launched=launched))
+        stack.enter_context(not_yet_started())
+        stack.enter_context(spawned_ranks(place))
+        stack.enter_context(patched_libraries(recorder))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        _start(launch)
-        finder.at_end()
-
-
-@contextmanager
-def spawned_ranks(place: RankPlace) -> Iterator[None]:
-    """Context in which processes that the program starts for its ranks (``torch.multiprocessing.spawn``) are not
-    started: this process goes on as the one of ``place``.
-    """
-
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
-        fn(place.rank % nprocs, *args)
-
-    spawning = import_module("torch.multiprocessing.spawn")
-    with ExitStack() as stack:
-        for module in (torch.multiprocessing, spawning):
-            stack.enter_context(patch.object(module, "spawn", spawn))
-        stack.enter_context(patch.object(spawning, "start_processes", spawn))
-        yield
+        with reporting(launch.title):  # of errors before the job is taken down
+            _start(launch)
+            finder.at_end()
 
 
 def _samples(recorder: Recorder) -> int | None:

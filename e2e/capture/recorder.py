@@ -202,8 +202,6 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Handler of collectives in the capture of a distributed job.
         self.communication: Any = None
-        # Callback before a tensor subclass dispatches its operator; its library has been imported by then.
-        self.before_wrapper: Callable[[], object] = lambda: None
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
@@ -340,7 +338,6 @@ class Recorder(TorchDispatchMode):
             raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
         if types:
             if any(is_wrapper(kind) for kind in types):
-                self.before_wrapper()
                 return NotImplemented  # the subclass calls the operators that do the work
             if any(kind is FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))  # a library computes shapes

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError, Say
 from e2e.capture.distributed.communication import Communication, Mailbox
-from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.distributed.world import RankPlace, fake_world, patched_libraries
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting, tf32_switches
 from e2e.capture.script_errors import NotYetSent
@@ -128,15 +129,8 @@ def _prepared(
         stack.enter_context(own_process())
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
-
-        libraries = LibraryPatches(recorder, stack)
-
-        def make() -> CapturedWorkload:
-            workload = make_workload(script.script, script.parameters, libraries.update)
-            libraries.update()  # for imports of the function itself
-            return workload
-
-        yield recorder, make
+        stack.enter_context(patched_libraries(recorder))
+        yield recorder, partial(make_workload, script.script, script.parameters)
 
 
 def _forget(names: set[str], script: StepFunction) -> None:
