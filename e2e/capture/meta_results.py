@@ -134,11 +134,29 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
 
 
 def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """Return the minimum number of counts, such as one per expert."""
+    """Return the minimum number of counts, such as one per expert; even ones, so that sizes can follow from them."""
     if not _is_meta(tensor):
         return func(tensor, weights, minlength)
-    dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(max(minlength, 1), dtype=dtype, device="meta")
+    bins = max(minlength, 1)
+    result = torch.empty(bins, dtype=torch.int64 if weights is None else weights.dtype, device="meta")
+    if known(tensor) is None and weights is None:
+        know(result, _even(tensor.numel(), bins))
+    return result
+
+
+def _histc(func: Any, tensor: torch.Tensor, bins: int = 100, *args: Any, **kwargs: Any) -> Any:
+    """Return even counts."""
+    if not _is_meta(tensor):
+        return func(tensor, bins, *args, **kwargs)
+    result = tensor.new_empty(bins)
+    if known(tensor) is None:
+        know(result, _even(tensor.numel(), bins).to(result.dtype))
+    return result
+
+
+def _even(number: int, bins: int) -> torch.Tensor:
+    share, left = divmod(number, bins)
+    return share + (torch.arange(bins, device="cpu") < left).long()
 
 
 def _like_first(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -245,6 +263,7 @@ _SPECIAL: dict[Any, Any] = {
     aten.batch_norm_elemt.default: _like_first,
     aten.batch_norm_backward_elemt.default: _like_first,
     aten.bincount.default: _bincount,
+    aten.histc.default: _histc,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices_backward.default: _as_second,
@@ -376,8 +395,9 @@ def _new_tensors(known: _Results) -> Any:
     return made[0] if alone else made
 
 
-# Calls that indicate an assumed size.
+# Calls that indicate an assumed size, and those with assumed counts.
 ASSUMED = "aten::nonzero"
+EVEN_COUNTS = ("aten::bincount", "aten::histc")
 
 
 @dataclass(frozen=True)

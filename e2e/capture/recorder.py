@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
-from e2e.capture.meta_results import ASSUMED, SELECTIONS, KnownResults
+from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
 
@@ -356,7 +356,7 @@ class Recorder(TorchDispatchMode):
             return self._result(func, args, kwargs)
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
-        if row["name"] == ASSUMED and known(args[0]) is None:
+        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None:
             row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"

@@ -23,6 +23,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
 from e2e.capture.environment import WAIT_EVENT
+from e2e.capture.known_values import know, known
 from e2e.capture.script_errors import NotYetSent
 from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
@@ -147,6 +148,8 @@ class Communication:
         group = ProcessGroup.unbox(given["process_group"])
         written = tensors[0] if name != EAGER_CALLS["send"] else []
         work = self._work(written)
+        if name == EAGER_CALLS["all_to_all"]:
+            _exchange_known(given["output"], given["input"])
         if any(tensor.device.type != "cpu" for found in tensors for tensor in found):
             attributes = self._attributes(group, given, func)
             self._record(name, inputs, (written,), attributes | {"work": work.number})
@@ -224,6 +227,15 @@ class Communication:
         self._record(EAGER_CALLS["all_to_all"], (received, pieces), (received,), attributes)
         with self._recorder:
             return torch.cat(received.chunk(size), dim=gather_dim)
+
+
+def _exchange_known(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Note what a rank receives of known numbers, such as tokens for each expert: what it sends, as if the others did
+    the same.
+    """
+    values = known(source)
+    if values is not None and output.shape == source.shape:
+        know(output, values)
 
 
 def _splits(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
             stack.enter_context(patch.object(module, "spawn", _spawn(place)))
         stack.enter_context(patch.object(spawning, "start_processes", _spawn(place)))
         started: list[BaseProcess] = []
+        local = int(place.environment()["LOCAL_RANK"])
         begin = BaseProcess.start
 
         def start(process: Any) -> None:
@@ -34,7 +35,7 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
                 begin(process)
                 return
             started.append(process)
-            if number == place.rank:  # later ones of this node, or of a job on one
+            if number == local:
                 process.run()
 
         def unless_rank(name: str, answer: Any) -> None:

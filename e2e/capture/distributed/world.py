@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
@@ -102,25 +103,26 @@ class _QuietLogger:
 
 @contextmanager
 def not_yet_started() -> Iterator[None]:
-    """Context in which the job's process group exists for a program only once the program has started it."""
+    """Context in which a program finds no process group before it has started it."""
+    world, member = c10d._get_default_group(), c10d.GroupMember
     start, end = dist.init_process_group, dist.destroy_process_group
-    started = False
 
     def init(*args: Any, **kwargs: Any) -> None:
-        nonlocal started
-        started = True
+        member.WORLD = world
         start(*args, **kwargs)
 
     def destroy(group: Any = None) -> None:
-        nonlocal started
-        started = started and group is not None and group is not c10d._get_default_group()
+        if group is None or group is world:
+            member.WORLD = None
         end(group)
 
     with ExitStack() as stack:
-        for module in (dist, c10d):
+        for module in (dist, c10d, import_module("torch.distributed.device_mesh")):
             stack.enter_context(patch.object(module, "init_process_group", init))
-            stack.enter_context(patch.object(module, "destroy_process_group", destroy))
-            stack.enter_context(patch.object(module, "is_initialized", lambda: started))
+            if hasattr(module, "destroy_process_group"):
+                stack.enter_context(patch.object(module, "destroy_process_group", destroy))
+        stack.callback(setattr, member, "WORLD", world)
+        member.WORLD = None
         yield
 
 
@@ -324,6 +326,13 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return new_group(ranks, timeout, None, *args, **more)
 
     yield dist, "get_backend", lambda group=None: "nccl"
+    made = AsyncCollectiveTensor.__new__
+
+    def make(kind: type, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # it is where its contents are
+            return made(kind, *args, **kwargs)
+
+    yield AsyncCollectiveTensor, "__new__", make
     for module in (dist, c10d):
         yield module, "new_group", group
         yield module, "init_process_group", init
