@@ -33,7 +33,7 @@ from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.communication import Communication, Mailbox
-from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
+from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.launcher import Launch
@@ -73,6 +73,14 @@ class FoundStep:
     told: str
     # Other facts for the report, such as files that were stood in for.
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WaitingRank:
+    """Rank that waits for an object, with those that it has sent so far."""
+
+    wait: NotYetSent
+    mailbox: Mailbox
 
 
 class HostTensors(TorchFunctionMode):
@@ -198,8 +206,10 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return."""
+def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or with what it waits for, and
+    does not return.
+    """
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
@@ -221,8 +231,9 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
         )
-        signature: RankSignature = ((digest(calls), (), "", ""),)
-        rank = CapturedRank(trace, frozenset(recorder.communication.peers), signature, _samples(recorder), switches=tf32_switches())
+        rank = CapturedRank(
+            trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
+        )
         answer(FoundStep(rank, job.mailbox, told, tuple(notes)))
 
     finder = StepFinder(recorder, finish)
@@ -243,9 +254,12 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         stack.enter_context(patched_libraries(recorder))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        with reporting(launch.title):  # of errors before the job is taken down
-            _start(launch)
-            finder.at_end()
+        try:  # before the job is taken down
+            with reporting(launch.title):
+                _start(launch)
+                finder.at_end()
+        except NotYetSent as wait:
+            answer(WaitingRank(wait, job.mailbox))
 
 
 def _samples(recorder: Recorder) -> int | None:
@@ -292,7 +306,5 @@ def main(job_file: str, answer_file: str) -> None:
 
     try:
         run_program(job, answer)
-    except NotYetSent as wait:
-        answer(wait)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))

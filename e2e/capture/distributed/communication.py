@@ -11,6 +11,7 @@ capture of one rank: a rank that requests an object not sent yet stops with
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -284,6 +285,12 @@ class Mailbox:
         if place > len(box):
             box.append(objects)
 
+    def merge(self, source: int, other: Mailbox) -> None:
+        """Add what ``source`` has sent in ``other``, a copy that its process was given."""
+        for pair, box in other.sent.items():
+            if pair[0] == source and len(box) > len(self.sent.get(pair, ())):
+                self.sent[pair] = box
+
     def ready(self, rank: int, wanted: NotYetSent) -> bool:
         """True if the object that ``rank`` waited for has been sent."""
         return len(self.sent.get((wanted.source, rank), [])) > wanted.place
@@ -296,3 +303,13 @@ class Mailbox:
             raise NotYetSent(source, place)
         self._taken[source, target] = place + 1
         return box[place]
+
+
+class Parcels(Mailbox):
+    """Mailbox of a process that is one rank: objects are bytes outside it."""
+
+    def post(self, source: int, target: int, objects: list[Any]) -> None:
+        super().post(source, target, [pickle.dumps(objects)])
+
+    def take(self, source: int, target: int) -> list[Any]:
+        return list(pickle.loads(super().take(source, target)[0]))

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
