@@ -304,8 +304,8 @@ class _Job:
         all_ranks = list(dict.fromkeys(ranks))
         while True:
             for rank in all_ranks:  # which grows
-                found = self.seen[rank].peers if rank in self.seen else ()
-                all_ranks += [peer for peer in sorted(found) if peer not in all_ranks]
+                peers = self.seen[rank].peers if rank in self.seen else ()
+                all_ranks += [peer for peer in sorted(peers) if peer not in all_ranks]
             wanted = [rank for rank in all_ranks if rank not in self.seen]
             if not wanted:
                 return all_ranks
