@@ -331,7 +331,7 @@ def attention(
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if backend == "eager" and dropout_p > 0 and query.device.type == "meta":
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if backend == "eager" or query.device.type != "meta" or query.dim() != 4:
+    if backend == "eager" or query.device.type == "cpu" or query.dim() != 4:
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     half = query.dtype in (torch.float16, torch.bfloat16)
     alike = value.shape[-1] == query.shape[-1]

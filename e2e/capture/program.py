@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -37,8 +36,9 @@ from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox
-from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
-from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.distributed.distributed_capture import CapturedRank
+from e2e.capture.distributed.rank_processes import spawned_ranks
+from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
@@ -93,6 +93,14 @@ class Evaluation:
     passes: int
     # Description, such as "400 forward passes of GPT without gradients at train.py:212, every 2,000 steps".
     told: str
+
+
+@dataclass(frozen=True)
+class WaitingRank:
+    """Rank that waits for an object, with those that it has sent so far."""
+
+    wait: NotYetSent
+    mailbox: Mailbox
 
 
 class HostTensors(TorchFunctionMode):
@@ -249,8 +257,9 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or with what it waits for, and
+    does not return.
 
     ``scratch``: folder for files that the program must not find later.
     """
@@ -258,32 +267,28 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
     recorder = Recorder({})
     recorder.enabled = False
     recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
-    alone = place.world_size == 1
+    recorder.communication = Communication(recorder)
     notes: list[str] = []
 
     def note(line: str) -> None:
         if line not in notes:
             notes.append(line)
 
-    if not alone:
-        recorder.communication = Communication(recorder)
-
     def finish(calls: Sequence[OperatorCall], told: str) -> None:
-        groups = {} if alone else dict(recorder.communication.groups.ranks)
         trace = OperatorTrace(
             tuple(calls),
             place.rank,
             place.world_size,
-            groups,
+            dict(recorder.communication.groups.ranks),
             launch.title,
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
             regions=recorder.last_parts,
         )
-        signature: RankSignature = ((digest(calls), (), "", ""),)
-        peers = frozenset() if alone else frozenset(recorder.communication.peers)
-        rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
+        rank = CapturedRank(
+            trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
+        )
         files.undo()
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
@@ -305,33 +310,20 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
             stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
-        if not alone:
-            stack.enter_context(fake_world(place, recorder, job.mailbox))
-            stack.enter_context(spawned_ranks(place))
-        libraries = LibraryPatches(recorder, stack)
-        recorder.before_wrapper = libraries.update
+        launched = place.world_size > 1 or launch.processes is not None
+        stack.enter_context(fake_world(place, recorder, job.mailbox, launched=launched))
+        stack.enter_context(not_yet_started())
+        stack.enter_context(spawned_ranks(place))
+        stack.enter_context(patched_libraries(recorder))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        _start(launch)
-        finder.at_end()
-
-
-@contextmanager
-def spawned_ranks(place: RankPlace) -> Iterator[None]:
-    """Context in which processes that the program starts for its ranks (``torch.multiprocessing.spawn``) are not
-    started: this process goes on as the one of ``place``.
-    """
-
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
-        fn(place.rank % nprocs, *args)
-
-    spawning = import_module("torch.multiprocessing.spawn")
-    with ExitStack() as stack:
-        for module in (torch.multiprocessing, spawning):
-            stack.enter_context(patch.object(module, "spawn", spawn))
-        stack.enter_context(patch.object(spawning, "start_processes", spawn))
-        yield
+        try:  # before the job is taken down
+            with reporting(launch.title):
+                _start(launch)
+                finder.at_end()
+        except NotYetSent as wait:
+            answer(WaitingRank(wait, job.mailbox))
 
 
 def _samples(recorder: Recorder) -> int | None:
@@ -354,7 +346,9 @@ def _start(launch: Launch) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            said = f": {end.code}" if isinstance(end.code, str) else f" with status {end.code}; its own message is above"
+            said = (
+                f": {end.code}" if isinstance(end.code, str) else f" with status {end.code}; its own message is above"
+            )
             raise ModelError(f"{launch.title}: the program ended before its first step{said}") from None
     except FileNotFoundError as error:
         missing = missing_file(error, traceback.extract_tb(error.__traceback__))
@@ -384,7 +378,5 @@ def main(job_file: str, answer_file: str) -> None:
 
     try:
         run_program(job, Path(job_file).parent, answer)
-    except NotYetSent as wait:
-        answer(wait)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))

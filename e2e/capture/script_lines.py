@@ -12,6 +12,8 @@ from types import FrameType
 
 import torch
 
+# Where the command was started; the script may change it.
+_FOLDER = Path.cwd()
 _PACKAGES = "site-packages"
 # Folders whose frames only carry a call on: PyTorch, this package, Python's library.
 _BETWEEN = tuple(
@@ -39,6 +41,5 @@ def script_file(file: str) -> str:
         return "" if file.startswith(_BETWEEN[:2]) else file.rpartition(f"/{_PACKAGES}/")[2]
     if file.startswith(_BETWEEN):
         return ""
-    path = Path(file).absolute()
-    folder = Path.cwd()
-    return str(path.relative_to(folder)) if folder in path.parents else path.name
+    path = _FOLDER / file
+    return str(path.relative_to(_FOLDER)) if _FOLDER in path.parents else path.name

@@ -17,7 +17,7 @@ from typing import Any
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.experts import BALANCED
-from e2e.capture.meta_results import ASSUMED
+from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS
 from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.models.stacks import stack_of
 from e2e.capture.session import CapturedWorkload, capture
@@ -57,6 +57,9 @@ def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
             f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "
             "fewer are usual, write x[:k] with a usual k"
         )
+    counts = sum(call.name in EVEN_COUNTS and call.attributes.get("assumed") is True for call in calls)
+    if counts:
+        found.append(f"{counts} counts of data (bincount, histc) are taken to be even, such as tokens of each expert")
     return [*found, *_linear_attention(calls)]
 
 

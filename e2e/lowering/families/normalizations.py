@@ -123,6 +123,25 @@ def _in_nchw(context: Context, *operands: Tensor) -> list[DeviceWork]:
     ]
 
 
+def _shared_batch_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower the parts of ``SyncBatchNorm`` (SyncBatchNorm in Normalization.cuh): moments of a rank, those of all ranks
+    together, the output; sums of gradients, the gradient of the data.
+    """
+    data = tensor_argument(call, 0)
+    channels = data.shape[1]
+    work: Reduction | Elementwise
+    if call.name == "aten::batch_norm_stats":
+        work = Reduction("moments", numel(data), 2 * channels, dtype_of(data))
+    elif call.name == "aten::batch_norm_backward_reduce":
+        work = Reduction("moments", 2 * numel(data), 2 * channels, dtype_of(data))
+    elif call.name == "aten::batch_norm_gather_stats_with_counts":
+        work = Elementwise("batch_norm", numel(tensor_argument(call, 1)), 2, 0, 4 * channels)
+    else:
+        inputs = 2 if "backward" in call.name else 1
+        work = Elementwise("batch_norm", numel(data), inputs, 1, 4 * channels, dtype_of(data))
+    return [DeviceWork(call.name, (work,))]
+
+
 def _weight_norm(reads: int, writes: int) -> Lowering:
     """Return the lowering of weights scaled to a length per row: norms first, then the scaled weights
     (WeightNorm.cu).
@@ -144,6 +163,11 @@ TABLE: dict[str, Lowering] = {
     "aten::batch_norm": _batch_norm(0, 5),
     "aten::cudnn_batch_norm_backward": _batch_norm_backward(0),
     "aten::native_batch_norm_backward": _batch_norm_backward(1),
+    "aten::batch_norm_stats": _shared_batch_norm,
+    "aten::batch_norm_gather_stats_with_counts": _shared_batch_norm,
+    "aten::batch_norm_elemt": _shared_batch_norm,
+    "aten::batch_norm_backward_reduce": _shared_batch_norm,
+    "aten::batch_norm_backward_elemt": _shared_batch_norm,
     "aten::native_layer_norm": _row_norm("layer_norm"),
     "aten::layer_norm": _row_norm("layer_norm"),
     "aten::_fused_rms_norm": _row_norm("rms_norm"),
