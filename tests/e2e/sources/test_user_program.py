@@ -130,7 +130,7 @@ def test_refusals(folder: Path, command: str, options: dict[str, object], said: 
 
 
 def test_a_program_that_refuses_its_arguments_is_told(folder: Path) -> None:
-    with pytest.raises(ModelError, match="train.py: the program ended before its first step with status 2; its own"):
+    with pytest.raises(ModelError, match="train.py: the program ended before its first step: status 2; its own"):
         run(folder, "python train.py --no-such-option")
 
 
