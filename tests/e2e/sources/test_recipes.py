@@ -113,7 +113,7 @@ def test_predict_and_sweep_ask_for_the_same_step():
 def test_the_flops_of_a_model_do_not_move_with_routing_attention_or_recomputation():
     question = {"gpu": "h100-sxm", "gpus": 8, "sequence_length": 64}
     ways = (
-        {}, {"attention": "eager"}, {"routing": "power-law=1.2"}, {"routing": "capacity=1.0"},
+        {}, {"attention": "eager"}, {"routing": "power-law=1.2,capacity=1.0"},
         {"parallel": "fsdp=8,ep=8,recompute=full"},
     )  # fmt: skip
     found = [e2e.predict("mixtral-8x7b", **{**question, "parallel": "fsdp=8,ep=8", **way}) for way in ways]

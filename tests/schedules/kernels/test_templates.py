@@ -42,7 +42,7 @@ def check(operator, config=None, cpu=CPU, seed=0):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("operator", one_in(2, AWKWARD.values()), ids=AWKWARD.keys())
+@pytest.mark.parametrize("operator", one_in(3, AWKWARD.values()), ids=AWKWARD.keys())
 def test_kernel_equals_pytorch(operator, seed):
     check(operator, seed=seed)
 

@@ -172,8 +172,10 @@ def assembly(operator, emulated=False, **knobs):
     return compile_function(function, SAPPHIRE_RAPIDS, emulated).mod.inspect_source("asm")
 
 
-@pytest.mark.parametrize("name", ["1x1", "3x3", "dense"])
-@pytest.mark.parametrize(("dtype", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbusd")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction"),
+    [("1x1", "bfloat16", "tdpbf16ps"), ("3x3", "int8", "tdpbusd"), ("dense", "bfloat16", "tdpbf16ps")],
+)
 def test_instructions_are_the_cpus(name, dtype, instruction):
     operator = replace(LAYERS[name], dtype=dtype)
     native = assembly(operator)
