@@ -399,7 +399,7 @@ MOVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("move", "scale"), zip(MOVES, itertools.cycle((0.05, 0.06)), strict=False))
+@pytest.mark.parametrize(("move", "scale"), list(zip(MOVES, itertools.cycle((0.05, 0.06)), strict=False)))
 def test_moves_are_done_on_bytes(move, scale, tmp_path):
     """Where the scale is another behind them too."""
     make, shape = MOVES[move]
@@ -420,7 +420,7 @@ PADS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "scale"), zip(PADS, itertools.cycle((0.06, 0.05)), strict=False))
+@pytest.mark.parametrize(("kind", "scale"), list(zip(PADS, itertools.cycle((0.06, 0.05)), strict=False)))
 def test_padding_is_of_bytes(kind, scale, tmp_path):
     widths, value, options = PADS[kind]
     graph = QuantisedGraph(signed=kind == "a number")

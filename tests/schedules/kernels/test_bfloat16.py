@@ -120,7 +120,7 @@ def test_every_template_makes_kernels_of_it():
 WINOGRAD = ("3x3, odd size, batch 2", "3x3 behind a batch norm and a ReLU", "3x3, 1x1", "3x3, 3x3")
 
 
-@pytest.mark.parametrize(("name", "outputs"), zip(WINOGRAD, (2, 4, 4, 2), strict=True))
+@pytest.mark.parametrize(("name", "outputs"), list(zip(WINOGRAD, (2, 4, 4, 2), strict=True)))
 def test_winograd_between_narrow_tensors_equals_the_reference(name, outputs):
     operator = NARROW[name]
     space = template_for(operator, COOPERLAKE).space(operator, COOPERLAKE)
