@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,15 +38,9 @@ EXPERT_PARAMETERS = EXPERTS * 3 * WIDTH * INNER
 OTHER_PARAMETERS = WIDTH * WIDTH * (2 + 2 * 2 // 4) + EXPERTS * WIDTH + 2 * WIDTH
 
 
-@cache
-def _spread(text: str, node_gpus: int | None, asked: tuple[tuple[str, Any], ...], more: str) -> ParallelGraph:
-    step = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **dict(asked))
-    return spread_model({**MIXTRAL, **json.loads(more)}, text, step, node_gpus=node_gpus)
-
-
 def spread(text: str, node_gpus: int | None = None, asked: dict[str, Any] | None = None, **more: Any) -> ParallelGraph:
-    """Model spread as ``text`` says; the same question is built once."""
-    return _spread(text, node_gpus, tuple((asked or {}).items()), json.dumps(more))
+    step = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **(asked or {}))
+    return spread_model({**MIXTRAL, **more}, text, step, node_gpus=node_gpus)
 
 
 def grouped(built: ParallelGraph) -> list[Any]:

@@ -285,8 +285,7 @@ def two_tensors(graph):
     return x, y
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("operator", ["Add", "Mul"])
+@pytest.mark.parametrize(("operator", "signed"), [("Add", False), ("Mul", True)])
 def test_two_tensors_of_bytes(operator, signed, tmp_path):
     graph = QuantisedGraph(signed)
     value = graph.add("Relu", graph.add(operator, *two_tensors(graph)))
@@ -297,8 +296,7 @@ def test_two_tensors_of_bytes(operator, signed, tmp_path):
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("operator", ["QLinearAdd", "QLinearMul"])
+@pytest.mark.parametrize(("operator", "signed"), [("QLinearAdd", True), ("QLinearMul", False)])
 def test_every_pair_of_bytes_of_quantised_operators(operator, signed, tmp_path):
     """Those of bytes with a sign are added as such: FP32 rounds these sums otherwise."""
     graph = QuantisedGraph(signed)

@@ -87,7 +87,7 @@ def run(operator, template, config, change=lambda case: None):
     case.verify()
 
 
-@pytest.mark.parametrize(("dtype", "name"), one_in(3, itertools.product(("bfloat16", "int8"), LAYERS)))
+@pytest.mark.parametrize(("dtype", "name"), one_in(4, itertools.product(("bfloat16", "int8"), LAYERS)))
 def test_kernel_equals_the_reference(name, dtype):
     operator = stored_as(LAYERS[name], dtype) if dtype == "bfloat16" else replace(LAYERS[name], dtype="int8")
     if dtype == "int8" and operator.epilogue.activation is not None:
