@@ -235,6 +235,7 @@ EXACT = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
     "tanh": np.tanh,
+    "softplus": lambda x: np.log1p(np.exp(x)),
     "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
 }
 
