@@ -262,7 +262,7 @@ DEEPSEEK = {
 ALONE = {"first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,ep=2", "tp=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
 def test_dense_layers_at_the_front_have_no_experts(text):
     """Two of four: DeepSeek-V3 has three of 61, as many as are captured."""
     built = spread(text, **DEEPSEEK, first_k_dense_replace=2)

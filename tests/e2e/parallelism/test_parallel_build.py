@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+@cache
 def spread(model: Path, text: str, step: StepOptions = STEP) -> ParallelGraph:
     return build(model, parse_parallel(text), step, captures=model.parent / "captures")
 

@@ -171,14 +171,6 @@ def test_without_advice_the_text_says_how_to_get_it(capsys):
     assert "--what-if asks about the recorded step" in printed and "--advice" not in printed
 
 
-def test_the_record_is_json_and_the_timeline_is_there():
-    result = predict_ranks(reduced((10.0, 16.0)))
-    record = json.loads(json.dumps(result.prediction.to_json()))
-    assert record["ranks"][1]["attribution"]["compute"] == pytest.approx(16)
-    assert record["collectives"][0]["skew_seconds"] == pytest.approx(6)
-    assert result.timeline.task(0, 1, result.iteration).end > 0
-
-
 def test_one_record_has_what_those_of_one_gpu_and_of_several_had():
     """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
     one = predict_step(step(), setting(1.0, 1e-3)).prediction.to_json()

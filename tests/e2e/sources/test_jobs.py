@@ -84,6 +84,7 @@ def test_real_recorded_ranks_are_replayed_on_their_own_gpu(cached):
     assert all(rank["peak_memory_bytes"] > 0 for rank in record["ranks"])
 
 
+@pytest.mark.thorough
 def test_real_recorded_ranks_move_to_another_gpu(cached):
     """Launch-bound: kernels and transfers get shorter, the step hardly."""
     files = ("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
@@ -198,6 +199,7 @@ def test_a_wrong_gpu_of_recorded_ranks_is_refused():
     assert done.exit_code == 2 and "recorded on Tesla V100-SXM2-32GB; --retarget h100-sxm moves it there" in done.stderr
 
 
+@pytest.mark.thorough
 def test_validate_has_a_section_for_recorded_ranks():
     recorded(DLRM), recorded(DLRM_ET)
     sections = run_sections(Asked(DATA.parent, "dlrm-8"))

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -322,11 +321,11 @@ class Deadly:
         return os._exit, (1,)
 
 
-def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny):
-    deadly = replace(task(tiny, "dp=4"), captures=Deadly())
-    tasks = [task(tiny, "dp=2,tp=2"), deadly, task(tiny, "tp=4")]
-    found = dict(LocalWorkers(2).run(tasks))
-    assert [found[place].status for place in range(3)] == ["ok", "failed", "ok"]
+def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny, monkeypatch):
+    assert dict(each_in_processes(len, {0: "a", 1: Deadly(), 2: "abc"}, 2)) == {0: 1, 2: 3}
+    monkeypatch.setattr("e2e.sweeps.workers.each_in_processes", lambda *_: iter([(0, "row")]))
+    found = dict(LocalWorkers(2).run([task(tiny, "tp=4"), task(tiny, "dp=4")]))
+    assert found[0] == "row" and found[1].status == "failed"
     assert "died" in found[1].reason and found[1].parallel == "dp=4"
 
 

@@ -95,13 +95,6 @@ def test_the_residual_is_placed_and_counted():
     assert site.flops in (1664, flops)
 
 
-def test_levels_of_the_two_arms_are_those_of_their_own_kernels():
-    """In a private cache of 2000 B that counts 1000 B, everything but what another kernel left is found there."""
-    (site,) = analyze(pair(), toy(cache_bytes=1000), CPU).sites
-    places = {place.tensor: (place.unfused_level, place.fused_level) for place in site.tensors}
-    assert places == dict.fromkeys(("input", "weights", "intermediate", "output"), ("L1", "L1"))
-
-
 def test_the_output_is_that_of_the_last_layer():
     """The 576 and 656 bytes of the first two layers fit 700 B; those of the third, to 64 channels, do not."""
     wide = replace(POINTWISE, out_channels=64)

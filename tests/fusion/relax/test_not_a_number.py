@@ -53,8 +53,9 @@ UNARY = {
 }
 # Where in a window of a largest value NaN lies decides in ONNX Runtime, too, whether it is kept: all of it is NaN here.
 BY_PLACE = ("max_pool",)
-# One of each way in which a kernel of bfloat16 computes: bounds, slopes, polynomials, exponentials, windows.
-IN_BFLOAT16 = ("relu", "relu6", "max", "leaky", "hard_swish", "sigmoid", "tanh", "gelu", "softmax", "max_pool")
+# One of each way in which a kernel computes: bounds, slopes, polynomials, exponentials, windows.
+IN_KERNELS = ("relu6", "floor", "max", "prelu", "hard_swish", "sigmoid", "gelu", "softmax", "average_pool", "max_pool")
+IN_BFLOAT16 = ("relu6", "leaky", "hard_swish", "tanh", "softmax", "max_pool")
 TWO = {"larger": "Max", "smaller": "Min"}
 CONSTANTS = {
     "zero": np.float32(0),
@@ -176,11 +177,12 @@ def test_operators_by_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "fused"),
     [
-        pytest.param("float32", False, marks=pytest.mark.thorough),
+        pytest.param("float32", False, marks=pytest.mark.thorough),  # of all operators
         ("float32", True),
         pytest.param(BFLOAT16, False, marks=pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason="no bfloat16")),
     ],
 )
 def test_operators_behind_layers_and_in_fused_kernels(tmp_path, dtype, fused):
-    path = _behind_layers(tmp_path, IN_BFLOAT16 if dtype == BFLOAT16 else tuple(UNARY))
+    operators = IN_BFLOAT16 if dtype == BFLOAT16 else IN_KERNELS if fused else tuple(UNARY)
+    path = _behind_layers(tmp_path, operators)
     assert_alike(path, *_built(path, dtype, fused))

@@ -90,11 +90,6 @@ def test_levels_weigh_machines_not_rows(invented, models):
     assert set(level.machines) == {"t4", "p4"}
 
 
-def test_fitting_again_writes_the_same_bytes(invented, models, tmp_path):
-    for path in fit(invented, tmp_path, lambda line: None):
-        assert path.read_bytes() == (models / path.name).read_bytes()
-
-
 def test_a_left_out_machine_knows_only_its_datasheet():
     h100, h200 = load_machine("h100-sxm"), load_machine("h200-sxm")
     left_out = left_out_machine(h100, [h200])
@@ -106,10 +101,12 @@ def test_a_left_out_machine_knows_only_its_datasheet():
 
 
 @pytest.mark.slow
-def test_the_commands(invented, tmp_path, capsys):
+def test_the_commands(invented, models, tmp_path, capsys):
+    """Fitting again writes the same bytes."""
     assert fit_main(["--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
+    assert all((tmp_path / path.name).read_bytes() == path.read_bytes() for path in models.iterdir())
     assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["kernels"]["results"]
     row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT_SHAPES)

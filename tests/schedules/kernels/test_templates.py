@@ -42,7 +42,7 @@ def check(operator, config=None, cpu=CPU, seed=0):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("operator", one_in(2, AWKWARD.values()), ids=AWKWARD.keys())
+@pytest.mark.parametrize("operator", one_in(3, AWKWARD.values()), ids=AWKWARD.keys())
 def test_kernel_equals_pytorch(operator, seed):
     check(operator, seed=seed)
 
@@ -71,7 +71,8 @@ def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("activation", "residual"),
     [
-        *((activation, None) for activation in (None, *ACTIVATIONS)),
+        *((activation, None) for activation in (None, *ACTIVATIONS) if activation != "softplus"),
+        pytest.param("softplus", None, marks=pytest.mark.thorough),  # takes TVM 20 s to simplify
         *itertools.product((None, "relu", "hard_swish"), ("before_activation", "after_activation")),
     ],
 )

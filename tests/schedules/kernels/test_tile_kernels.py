@@ -87,7 +87,7 @@ def run(operator, template, config, change=lambda case: None):
     case.verify()
 
 
-@pytest.mark.parametrize(("dtype", "name"), one_in(3, itertools.product(("bfloat16", "int8"), LAYERS)))
+@pytest.mark.parametrize(("dtype", "name"), one_in(4, itertools.product(("bfloat16", "int8"), LAYERS)))
 def test_kernel_equals_the_reference(name, dtype):
     operator = stored_as(LAYERS[name], dtype) if dtype == "bfloat16" else replace(LAYERS[name], dtype="int8")
     if dtype == "int8" and operator.epilogue.activation is not None:
@@ -172,8 +172,10 @@ def assembly(operator, emulated=False, **knobs):
     return compile_function(function, SAPPHIRE_RAPIDS, emulated).mod.inspect_source("asm")
 
 
-@pytest.mark.parametrize("name", ["1x1", "3x3", "dense"])
-@pytest.mark.parametrize(("dtype", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbusd")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction"),
+    [("1x1", "bfloat16", "tdpbf16ps"), ("3x3", "int8", "tdpbusd"), ("dense", "bfloat16", "tdpbf16ps")],
+)
 def test_instructions_are_the_cpus(name, dtype, instruction):
     operator = replace(LAYERS[name], dtype=dtype)
     native = assembly(operator)
