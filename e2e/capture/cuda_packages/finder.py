@@ -85,6 +85,20 @@ class _Package(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
 
 
+class _UnknownPart(_Package):
+    """Module that the stand-in does not have, imported by a library: its classes can be named, and are refused when
+    they are used.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        path = f"{self.__name__}.{name}"
+        unknown = type(name, (), {"__new__": lambda owner, *args, **kwargs: refuse(path)})
+        setattr(self, name, unknown)
+        return unknown
+
+
 def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
     """Return module -> its exports, of the stand-in for ``package``."""
     every: dict[str, Mapping[str, Any]] = import_module(f"e2e.capture.cuda_packages.{PACKAGES[package][0]}").MODULES
@@ -100,7 +114,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if package not in PACKAGES or not self._stands_in(package):
             return None
         modules = modules_of(package)
-        if name not in modules and not any(each.startswith(f"{name}.") for each in modules):
+        known = name in modules or any(each.startswith(f"{name}.") for each in modules)
+        if not known and (name == package or not _asked_by_library()):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -111,7 +126,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return package in sys.modules or package in ASKED_BY_LIBRARIES or not _asked_by_library()
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Package(spec.name)
+        package = spec.name.partition(".")[0]
+        known = any(f"{each}.".startswith(f"{spec.name}.") for each in modules_of(package))
+        return _Package(spec.name) if known else _UnknownPart(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         package = module.__name__.partition(".")[0]
