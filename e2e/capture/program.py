@@ -37,11 +37,13 @@ from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
 from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
 from e2e.capture.launcher import Launch
+from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.program_needs import needs_met, told_missing
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
-from e2e.capture.stand_ins import driver_tools, made_up_data, missing_file, silent_loggers, torchvision_operators
+from e2e.capture.stand_ins import driver_tools, silent_loggers
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.options import StepOptions
 
@@ -235,10 +237,9 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         stack.enter_context(patch.dict(os.environ, launch.environment))
         stack.enter_context(silent_loggers())
         local = min(place.gpus_per_node, place.world_size)
-        stack.enter_context(driver_tools(job.options.seen_gpu, local, Path(stack.enter_context(TemporaryDirectory()))))
-        stack.enter_context(torchvision_operators())
-        if job.made_up:
-            stack.enter_context(made_up_data(note))
+        scratch = Path(stack.enter_context(TemporaryDirectory()))
+        stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
+        hub = stack.enter_context(needs_met(job.made_up, scratch, note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
         if not alone:
@@ -248,7 +249,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         recorder.before_wrapper = libraries.update
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        _start(launch)
+        _start(launch, hub)
         finder.at_end()
 
 
@@ -275,7 +276,7 @@ def _samples(recorder: Recorder) -> int | None:
     return next(iter(common)) if len(common) == 1 else None
 
 
-def _start(launch: Launch) -> None:
+def _start(launch: Launch, hub: Hub) -> None:
     """Run the program as ``__main__``."""
     folder = os.getcwd()
     sys.argv = [launch.program, *launch.arguments]
@@ -290,8 +291,8 @@ def _start(launch: Launch) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    except FileNotFoundError as error:
-        missing = missing_file(error, traceback.extract_tb(error.__traceback__))
+    except OSError as error:
+        missing = told_missing(error, traceback.extract_tb(error.__traceback__), hub)
         if missing is None:
             raise
         raise ModelError(missing) from None
