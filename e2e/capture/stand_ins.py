@@ -21,10 +21,10 @@ from e2e.step.options import SeenGpu
 # Takes a line for the report on what was made up.
 Note = Callable[[str], None]
 
-# Packages that only tell how a run goes.
+# Packages that only tell how a run goes, or how well.
 LOGGERS = (
     "wandb", "tensorboard", "tensorboardX", "mlflow", "comet_ml", "neptune", "clearml", "aim", "swanlab", "trackio",
-    "dvclive", "codecarbon",
+    "dvclive", "codecarbon", "evaluate", "nltk", "rouge_score", "sacrebleu", "seqeval",
 )  # fmt: skip
 _SILENCE = {
     "WANDB_MODE": "disabled",

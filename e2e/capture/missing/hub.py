@@ -9,11 +9,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from e2e.capture.missing.late_patches import late_patches
+from e2e.capture.imports import patched_imports
 from e2e.capture.models.hub_names import published, published_parts
 
 # Commit of what is made up.
@@ -64,7 +65,7 @@ class Hub:
         if parts:
             files["model_index.json"] = {"_class_name": "StableDiffusionPipeline"}
         if config is not None:
-            files["config.json"] = config
+            files["config.json"] = {**_architecture(config["model_type"]), **config}
             if config["model_type"] in _PREPARED:
                 files["preprocessor_config.json"] = _PREPARED[config["model_type"]]
         snapshot = place / "snapshots" / _COMMIT
@@ -96,6 +97,19 @@ class Hub:
         return config if isinstance(config, dict) else {}
 
 
+def _architecture(kind: str) -> Mapping[str, Any]:
+    """Return the class of the published models of this type: that of its pretraining, as Transformers has it."""
+    try:
+        automatic = import_module("transformers.models.auto.modeling_auto")
+    except ImportError:
+        return {}
+    for task in ("CAUSAL_LM", "PRETRAINING", "IMAGE_CLASSIFICATION"):
+        names = getattr(automatic, f"MODEL_FOR_{task}_MAPPING_NAMES", {})
+        if isinstance(names.get(kind), str):
+            return {"architectures": [names[kind]]}
+    return {}
+
+
 def _file_of(folder: str) -> str:
     return "scheduler_config.json" if folder == "scheduler" else "config.json"
 
@@ -109,7 +123,7 @@ def offline_hub(hub: Hub) -> Iterator[None]:
     """Context in which the libraries of the hub find what ``hub`` has, and use no network."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     hub.link(Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"))
-    with patch.dict(os.environ, {**_OFFLINE, "HF_HUB_CACHE": str(hub.folder)}), late_patches(_patches(hub)):
+    with patch.dict(os.environ, {**_OFFLINE, "HF_HUB_CACHE": str(hub.folder)}), patched_imports(_patches(hub)):
         yield
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from e2e.capture.imports import patched_imports
 from e2e.capture.missing.arrays import is_missing
-from e2e.capture.missing.late_patches import late_patches
 from e2e.capture.stand_ins import Note
 
 
@@ -43,7 +43,7 @@ def _loads(libraries: Iterable[Path]) -> bool:
 @contextmanager
 def made_up_images(note: Note) -> Iterator[None]:
     """Context in which data sets of torchvision that are not there have empty images."""
-    with late_patches({"torchvision.datasets": lambda module: _image_datasets(module, note)}):
+    with patched_imports({"torchvision.datasets": lambda module: _image_datasets(module, note)}):
         yield
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from e2e.capture.missing.late_patches import late_patches
+from e2e.capture.imports import patched_imports
 from e2e.capture.stand_ins import Note
 
 SAMPLES = 512
@@ -23,7 +23,7 @@ SIDE = 512
 @contextmanager
 def made_up_shards(note: Note) -> Iterator[None]:
     """Context in which shards of WebDataset that are not there are made up."""
-    with late_patches({"webdataset.gopen": lambda module: _opening(module, note)}):
+    with patched_imports({"webdataset.gopen": lambda module: _opening(module, note)}):
         yield
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import ModelError
+from e2e.capture.imports import patched_imports
 from e2e.capture.missing.hub import Hub
-from e2e.capture.missing.late_patches import late_patches
 from e2e.capture.stand_ins import Note
 
 CHARACTERS = 4
@@ -163,7 +163,7 @@ def made_up_tokenizers(hub: Hub, folder: Path, note: Note) -> Iterator[None]:
         "tiktoken.registry": lambda module: _tiktoken(module, note),
         "sentencepiece": _sentencepiece,
     }
-    with late_patches(patches):
+    with patched_imports(patches):
         yield
 
 

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.imports import patched_imports
 from e2e.capture.missing.hub import Hub
-from e2e.capture.missing.late_patches import late_patches
 from e2e.capture.stand_ins import Note
 
 
@@ -103,7 +103,7 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
             "torchvision.models._api": lambda module: _torchvision(module, note),
             "safetensors.torch": lambda module: _safetensors(module, missing),
         }
-        stack.enter_context(late_patches(libraries))
+        stack.enter_context(patched_imports(libraries))
         yield
 
 
@@ -205,6 +205,7 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
             dtype = config.dtype or torch.float32
         elif dtype is None:
             dtype = torch.float32
+        config.name_or_path = str(name)
         quantizer = module.get_hf_quantizer(config, quantized, None, True, {})[0]
         model = cls._from_config(config, *args, dtype=dtype, **options)
         if quantizer is not None:  # puts its layers in place of those with full weights
