@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from e2e.capture.environment import uuid_of
 from e2e.step.options import SeenGpu
 
 # Takes a line for the report on what was made up.
@@ -114,13 +115,69 @@ def silent_loggers() -> Iterator[None]:
 @contextmanager
 def driver_tools(gpu: SeenGpu, count: int, folder: Path) -> Iterator[None]:
     """Context in which ``nvidia-smi`` and NVML tell of ``count`` GPUs. ``folder``: place for the program."""
-    program = folder / "nvidia-smi"
-    lines = [f"GPU {number}: {gpu.name} (UUID: GPU-{number:08x})" for number in range(count)]
-    program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n", encoding="utf-8")
+    facts = [_facts(gpu, number, count) for number in range(count)]
+    program, answers = folder / "nvidia-smi", folder / "nvidia_smi.py"
+    answers.write_text(f"FACTS = {facts!r}\n{_NVIDIA_SMI}", encoding="utf-8")
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -E -S '{answers}' \"$@\"\n", encoding="utf-8")
     program.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     with patch.dict(os.environ, PATH=path), patch.dict(sys.modules, pynvml=_nvml(gpu, count)):
         yield
+
+
+def _facts(gpu: SeenGpu, number: int, count: int) -> dict[str, tuple[str, str]]:
+    """Return what ``nvidia-smi --query-gpu`` can be asked of a GPU: values with their units."""
+    total = gpu.memory_bytes >> 20
+    return {
+        "index": (str(number), ""),
+        "count": (str(count), ""),
+        "name": (gpu.name, ""),
+        "gpu_name": (gpu.name, ""),
+        "uuid": (f"GPU-{uuid_of(number)}", ""),
+        "gpu_uuid": (f"GPU-{uuid_of(number)}", ""),
+        "driver_version": ("570.86.15", ""),
+        "compute_cap": (".".join(map(str, gpu.capability)), ""),
+        "memory.total": (str(total), " MiB"),
+        "memory.used": ("0", " MiB"),
+        "memory.free": (str(total), " MiB"),
+        "utilization.gpu": ("100", " %"),
+        "utilization.memory": ("50", " %"),
+        "temperature.gpu": ("50", ""),
+        "power.draw": ("300.00", " W"),
+        "power.limit": ("700.00", " W"),
+        "clocks.sm": ("1500", " MHz"),
+        "clocks.mem": ("2000", " MHz"),
+    }
+
+
+# Program that answers as nvidia-smi does, from FACTS; a library is not imported.
+_NVIDIA_SMI = """
+import sys
+given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+asked = given.get("--query-gpu", "")
+form = given.get("--format", "csv").split(",")
+chosen = given.get("--id", "")
+if "-i" in sys.argv:
+    chosen = sys.argv[sys.argv.index("-i") + 1]
+rows = [row for row in FACTS if not chosen or row["index"][0] in chosen.split(",")]
+if any(word.startswith("--query-") and not word.startswith("--query-gpu") for word in sys.argv[1:]):
+    pass
+elif asked:
+    names = [name.strip() for name in asked.split(",")]
+    if "noheader" not in form:
+        units = {name: rows[0].get(name, ("", ""))[1].strip() for name in names} if rows else {}
+        print(", ".join(name + (f" [{units[name]}]" if units.get(name) else "") for name in names))
+    for row in rows:
+        values = [row.get(name, ("[N/A]", "")) for name in names]
+        print(", ".join(value + ("" if "nounits" in form else unit) for value, unit in values))
+elif "-L" in sys.argv or "--list-gpus" in sys.argv:
+    for row in rows:
+        print(f"GPU {row['index'][0]}: {row['name'][0]} (UUID: {row['uuid'][0]})")
+else:
+    print("| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |")
+    for row in rows:
+        print(f"| {row['index'][0]}  {row['name'][0]} |  0MiB / {row['memory.total'][0]}MiB | 100% Default |")
+"""
 
 
 def _nvml(gpu: SeenGpu, count: int) -> ModuleType:
@@ -129,17 +186,30 @@ def _nvml(gpu: SeenGpu, count: int) -> ModuleType:
     class Memory:
         total, free, used = gpu.memory_bytes, gpu.memory_bytes, 0
 
+    class Utilization:
+        gpu, memory = 100, 50
+
     class NVMLError(Exception):
         """Error of the driver, which never occurs."""
 
     answers: dict[str, Any] = {
         "nvmlDeviceGetCount": lambda: count,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetIndex": lambda handle: handle,
         "nvmlDeviceGetName": lambda handle: gpu.name,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{uuid_of(handle)}",
         "nvmlDeviceGetMemoryInfo": lambda handle, version=None: Memory(),
+        "nvmlDeviceGetUtilizationRates": lambda handle: Utilization(),
         "nvmlDeviceGetCudaComputeCapability": lambda handle: gpu.capability,
-        "nvmlDeviceGetPowerUsage": lambda handle: 0,
-        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 0,
+        "nvmlDeviceGetPowerUsage": lambda handle: 300_000,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 0,
+        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 50,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+        "nvmlSystemGetDriverVersion": lambda: "570.86.15",
+        "nvmlSystemGetCudaDriverVersion": lambda: 12080,
         "NVMLError": NVMLError,
+        "NVML_TEMPERATURE_GPU": 0,
     }
     for name, value in answers.items():
         setattr(module, name, value)

@@ -8,6 +8,7 @@ stays as it is, and a number in it (an epoch, the best loss) is zero.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,11 +25,11 @@ from e2e.capture.missing.hub import Hub
 from e2e.capture.stand_ins import Note
 
 
-def _number(name: str) -> Any:
-    def calculate(self: Any, *others: Any) -> Any:
-        return getattr(0.0, name)(*(float(each) for each in others))
+def _of_zero(calculate: Callable[[Any, Any], Any]) -> Any:
+    def number(self: Any, other: Any) -> Any:
+        return calculate(0, 0 if isinstance(other, MissingState) else other)
 
-    return calculate
+    return number
 
 
 class MissingState(dict):  # type: ignore[type-arg]
@@ -79,10 +80,11 @@ class MissingState(dict):  # type: ignore[type-arg]
     def __hash__(self) -> int:  # type: ignore[override]
         return 0
 
-    __add__ = __radd__ = _number("__add__")
-    __sub__, __rsub__ = _number("__sub__"), _number("__rsub__")
-    __lt__, __gt__ = _number("__lt__"), _number("__gt__")
-    __le__, __ge__ = _number("__le__"), _number("__ge__")
+    __add__ = __radd__ = _of_zero(operator.add)
+    __sub__, __rsub__ = _of_zero(operator.sub), _of_zero(lambda zero, other: other)
+    __mul__ = __rmul__ = _of_zero(operator.mul)
+    __lt__, __gt__ = _of_zero(operator.lt), _of_zero(operator.gt)
+    __le__, __ge__ = _of_zero(operator.le), _of_zero(operator.ge)
 
 
 @contextmanager
