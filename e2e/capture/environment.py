@@ -253,7 +253,7 @@ def _default_device_patches() -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches by which the GPU is a default device (``torch.set_default_device``, ``with device:``), and by
     which old programs name its tensors (``torch.cuda.FloatTensor``).
     """
-    context = torch.utils._device.DeviceContext
+    context = import_module("torch.utils._device").DeviceContext
     made, default, of_type = context.__init__, torch.get_default_device, torch.Tensor.type
 
     def construct(self: Any, device: Any) -> None:

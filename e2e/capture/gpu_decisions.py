@@ -229,7 +229,7 @@ class GpuDecisions(TorchFunctionMode):
         if name in NOT_OPERATORS:
             return func(*args, **kwargs)
         if name == "tolist" and args[0].device.type == "meta":
-            return _listed(args[0], decides=self._recorder.depth > 0)
+            return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if name in ("tensor", "as_tensor"):
             return _written(func, args, kwargs)
@@ -387,8 +387,8 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 def _listed(tensor: torch.Tensor, decides: bool) -> Any:
     """Return ``tolist()``, for which the host waits for a copy.
 
-    Unknown integers in a module, where they may be sizes (``decides``), raise ``ModelError``; other unknown numbers are
-    zeros, like those of ``.cpu()``.
+    Unknown integers, which may be sizes, raise ``ModelError``, unless no gradients are kept (``decides``): predictions
+    of an evaluation. Other unknown numbers are zeros, like those of ``.cpu()``.
     """
     if known(tensor) is None and not tensor.is_floating_point() and decides:
         if tensor.dim() == 0:

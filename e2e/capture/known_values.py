@@ -45,7 +45,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if func._schema.is_mutable:
         _write(func, args, kwargs, result)
         return
-    if func in _SELF_COMPARED and len(args) == 2 and args[0] is args[1]:  # as in `loss != loss`, true of NaN only
+    if func in _SELF_COMPARED and args[0] is args[1] and args[0].dim() == 0:  # as in `loss != loss`, true of NaN only
         know(result, torch.full(result.shape, func is aten.eq.Tensor, dtype=torch.bool, device="cpu"))
         return
     if func in _NOTHING_FOUND:

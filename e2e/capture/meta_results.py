@@ -101,9 +101,10 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
 
 def _copy_into(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
     if not _is_meta(target) and _is_meta(source):
-        if source.numel() > LIMIT:
+        values = known(source)
+        if values is None:
             return target
-        source = known(source) if known(source) is not None else torch.zeros(source.shape, dtype=source.dtype)
+        source = values
     return func(target, source, non_blocking)
 
 

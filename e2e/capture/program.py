@@ -291,7 +291,7 @@ def _start(launch: Launch, hub: Hub) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    except OSError as error:
+    except Exception as error:
         missing = told_missing(error, traceback.extract_tb(error.__traceback__), hub)
         if missing is None:
             raise

@@ -40,6 +40,8 @@ class Hub:
     folder: Path
     # Names that were asked for and are neither in the cache nor known.
     unknown: list[str] = field(default_factory=list)
+    # Checkpoints that were asked for and are not there.
+    states: list[str] = field(default_factory=list)
 
     def link(self, cache: Path) -> None:
         """Show the repositories of the machine's own ``cache`` too."""

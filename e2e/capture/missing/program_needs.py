@@ -4,12 +4,11 @@ not be made up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from e2e.capture.missing.arrays import made_up_arrays
 from e2e.capture.missing.hub import Hub, offline_hub
@@ -42,11 +41,16 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
 def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str | None:
     """Return what to do about what a program asks for and is not here, or None for other errors."""
     place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_users(frame.filename)), "")
-    if isinstance(error, OSError) and (asked := next((name for name in hub.unknown if name in str(error)), None)):
+    if hub.unknown and any(_OFFLINE.search(f"{type(each).__name__}: {each}") for each in _causes(error)):
+        asked = hub.unknown[-1]
         return (
             f"{place}asks the hub for {asked}, which is not in its cache here; where there is a network: "
             f"hf download {asked} --include '*.json' '*.txt' '*.model' (weights are not needed)"
         )
+    if "MissingState" in str(error) and hub.states:
+        return f"{place}needs the values in {hub.states[-1]}, which is not here; put a file of that form there"
+    if isinstance(error, OSError) and any(_NETWORK.search(kind.__name__) for kind in type(error).__mro__):
+        return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
     if not isinstance(error, FileNotFoundError):
         return None
     file = error.filename or _file_in(str(error))
@@ -58,6 +62,24 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
     )
 
 
+# Errors of the hub's libraries for what is not in its cache.
+_OFFLINE = re.compile(r"LocalEntryNotFound|OfflineMode|RepositoryNotFound|not a valid model identifier|offline mode")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# Names of the errors of libraries that reach no server.
+_NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120]
+
+
 def _file_in(said: str) -> str | None:
     """Return the file that a message of a library names, if it does."""
     words = [word.strip("'\"`.,:") for word in said.split()]
@@ -65,4 +87,5 @@ def _file_in(said: str) -> str | None:
 
 
 def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(("<", str(Path(torch.__file__).parent)))
+    path = Path(file).resolve()
+    return path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts

@@ -93,6 +93,7 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
 
     def missing(file: Any) -> MissingState:
         note(f"{os.fspath(file)} is not there: weights and numbers in it make no difference")
+        hub.states.append(os.fspath(file))
         return MissingState(os.fspath(file))
 
     with ExitStack() as stack:
