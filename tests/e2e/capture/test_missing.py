@@ -127,7 +127,7 @@ def test_a_program_of_names_of_the_hub_runs_without_its_files(folder: Path) -> N
     pytest.importorskip("transformers")
     found = run(folder, "google-bert/bert-base-cased", "sst2", data="synthetic")
     assert found.throughput.samples == 16
-    said = "\n".join(found.warnings)
+    said = "\n".join(found.notes)
     assert "glue sst2: not here, 2,048 rows of sentence (53 characters)" in said
     assert "one token of 28,996 for 4 characters" in said
     assert "BertForSequenceClassification by its configuration, weights not read" in said
