@@ -41,11 +41,13 @@ from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
+from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.program_needs import needs_met, told_missing
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
-from e2e.capture.stand_ins import driver_tools, made_up_data, missing_file, silent_loggers, torchvision_operators
+from e2e.capture.stand_ins import driver_tools, silent_loggers
 from e2e.capture.written_files import kept_files
 from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.options import StepOptions
@@ -304,10 +306,8 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Wa
         stack.enter_context(silent_loggers())
         local = min(place.gpus_per_node, place.world_size)
         stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
-        stack.enter_context(torchvision_operators())
+        hub = stack.enter_context(needs_met(job.made_up, scratch, note))
         stack.enter_context(cuda_packages(note))
-        if job.made_up:
-            stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
         launched = place.world_size > 1 or launch.processes is not None
@@ -320,7 +320,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Wa
         stack.enter_context(HostTensors())
         try:  # before the job is taken down
             with reporting(launch.title):
-                _start(launch)
+                _start(launch, hub)
                 finder.at_end()
         except NotYetSent as wait:
             answer(WaitingRank(wait, job.mailbox))
@@ -332,7 +332,7 @@ def _samples(recorder: Recorder) -> int | None:
     return next(iter(common)) if len(common) == 1 else None
 
 
-def _start(launch: Launch) -> None:
+def _start(launch: Launch, hub: Hub) -> None:
     """Run the program as ``__main__``."""
     folder = os.getcwd()
     sys.argv = [launch.program, *launch.arguments]
@@ -346,17 +346,11 @@ def _start(launch: Launch) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            said = (
-                f": {end.code}" if isinstance(end.code, str) else f" with status {end.code}; its own message is above"
-            )
-            raise ModelError(f"{launch.title}: the program ended before its first step{said}") from None
-    except FileNotFoundError as error:
-        missing = missing_file(error, traceback.extract_tb(error.__traceback__))
-        if missing is None:
-            raise
-        raise ModelError(missing) from None
-    except ImportError as error:
-        missing = missing_package(error, traceback.extract_tb(error.__traceback__))
+            said = f"{end.code}" if isinstance(end.code, str) else f"status {end.code}; its own message is above"
+            raise ModelError(f"{launch.title}: the program ended before its first step: {said}") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
             raise
         raise ModelError(missing) from None

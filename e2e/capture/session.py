@@ -8,15 +8,12 @@ tensors, which is priced by their bytes.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +25,7 @@ from e2e.capture.attention import flex_attention
 from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
+from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.script_errors import watched
@@ -72,36 +70,33 @@ def _region(function: Callable[..., Any], regions: CompiledRegions) -> Callable[
 @contextmanager
 def generated_kernels(recorder: Recorder) -> Iterator[None]:
     """Context in which flexible attention and launches of Triton kernels are recorded."""
-    with ExitStack() as stack:
-        for target, name, value in (*_flexible(recorder), *_launches(recorder)):
-            stack.enter_context(patch.object(target, name, value))
+
+    def flexible(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        """Yield the patches of internals of ``flex_attention``, since scripts hold the function itself."""
+        yield module, "_validate_device", lambda query, key, value: None
+        yield module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True  # its own call of the compiler
+        yield module, "flex_attention_hop", partial(flex_attention, recorder.paused)
+
+    def launches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
+
+        yield module.JITFunction, "run", launch
+
+    def tuning(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.fn.run(*args, **kwargs)
+
+        yield module.Autotuner, "run", tuned
+
+    patches = {
+        "torch.nn.attention.flex_attention": flexible,
+        "triton.runtime.jit": launches,
+        "triton.runtime.autotuner": tuning,
+    }
+    with patched_imports(patches):
         yield
-
-
-def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Return the patches of internals of ``flex_attention``, since scripts hold the function itself."""
-    module = import_module("torch.nn.attention.flex_attention")  # the script may import it later
-    return [
-        (module, "_validate_device", lambda query, key, value: None),
-        (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # its own call of the compiler
-        (module, "flex_attention_hop", partial(flex_attention, recorder.paused)),
-    ]
-
-
-def _launches(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
-    if find_spec("triton") is None or "triton" not in sys.modules:
-        return []
-    kernel = import_module("triton.runtime.jit").JITFunction
-    tuner = import_module("triton.runtime.autotuner").Autotuner
-
-    def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
-
-    def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.fn.run(*args, **kwargs)
-
-    return [(kernel, "run", launch), (tuner, "run", tuned)]
 
 
 @contextmanager
