@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from costmodel.base.errors import ModelError
+from e2e.capture.script_lines import library_folder
 
 Note = Callable[[str], None]
 
@@ -45,6 +47,8 @@ PACKAGES: dict[str, tuple[str, str]] = {
 # Those that run without CUDA where they are installed.
 _RUN_AS_INSTALLED = ("bitsandbytes", "kernels")
 ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "bitsandbytes", "kernels")
+# Libraries that import such packages to see whether they are there, and do without them if not.
+LOOK_BY_IMPORTING = ("megatron",)
 # Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
 INSTALLABLE = {
     "liger_kernel": "liger-kernel",
@@ -71,38 +75,46 @@ REFUSED = {
 }
 
 
+class _Unknown(type):
+    """Class of names that a stand-in does not have: they have any attribute, and are refused when they are used."""
+
+    @classmethod
+    @cache
+    def of(cls, path: str) -> _Unknown:
+        """Return the class called ``path``."""
+        return cls(path.rpartition(".")[2], (), {"__new__": lambda owner, *args, **kwargs: refuse(path), "path": path})
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unknown.of(f"{cls.path}.{name}")
+
+
 class _Package(ModuleType):
-    """Module of a stand-in. What it lacks is an ``ImportError``, as for another version of the package."""
+    """Module of a stand-in. What it lacks is an ``ImportError`` for a program, as for another version of the package; a
+    library, which names much that it never uses, gets a class that is refused when it is used.
+    """
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            try:
-                return import_module(f"{self.__name__}.{name}")
-            except ModuleNotFoundError:
-                pass
-        raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
-
-
-class _UnknownPart(_Package):
-    """Module that the stand-in does not have, imported by a library: its classes can be named, and are refused when
-    they are used.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         path = f"{self.__name__}.{name}"
-        unknown = type(name, (), {"__new__": lambda owner, *args, **kwargs: refuse(path)})
-        setattr(self, name, unknown)
-        return unknown
+        if _is_known(path):
+            return import_module(path)
+        if name.startswith("__") or not _asking_library():
+            raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
+        return _Unknown.of(path)
 
 
 def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
     """Return module -> its exports, of the stand-in for ``package``."""
     every: dict[str, Mapping[str, Any]] = import_module(f"e2e.capture.cuda_packages.{PACKAGES[package][0]}").MODULES
     return {name: exports for name, exports in every.items() if name.partition(".")[0] == package}
+
+
+def _is_known(name: str) -> bool:
+    """True for the name of a module of a stand-in."""
+    return any(f"{each}.".startswith(f"{name}.") for each in modules_of(name.partition(".")[0]))
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -113,22 +125,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         package = name.partition(".")[0]
         if package not in PACKAGES or not self._stands_in(package):
             return None
-        modules = modules_of(package)
-        known = name in modules or any(each.startswith(f"{name}.") for each in modules)
-        if not known and (name == package or not _asked_by_library()):
+        if not _is_known(name) and not _asking_library():
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
             # A module of the user's own, which stands in for the package too, comes first.
-            return package not in _RUN_AS_INSTALLED and _is_library(str(self.installed[package].origin))
-        return package in sys.modules or package in ASKED_BY_LIBRARIES or not _asked_by_library()
+            return package not in _RUN_AS_INSTALLED and library_folder(str(self.installed[package].origin)) is not None
+        library = _asking_library()
+        return not library or (
+            library not in LOOK_BY_IMPORTING and (package in sys.modules or package in ASKED_BY_LIBRARIES)
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        package = spec.name.partition(".")[0]
-        known = any(f"{each}.".startswith(f"{spec.name}.") for each in modules_of(package))
-        return _Package(spec.name) if known else _UnknownPart(spec.name)
+        return _Package(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         package = module.__name__.partition(".")[0]
@@ -159,22 +170,19 @@ class _Metadata(importlib.metadata.Distribution):
         return Path(path)
 
 
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file
-
-
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
-def _asked_by_library() -> bool:
-    """True if the innermost frame that asks for an import is of an installed library."""
+def _asking_library() -> str:
+    """Return the name of the installed library whose code asks for an import; empty if the program does."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
-            return _is_library(file)
+            folder = library_folder(file)
+            return "" if folder is None else Path(file).relative_to(folder).parts[0]
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return ""
 
 
 @contextmanager
