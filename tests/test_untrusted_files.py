@@ -35,7 +35,7 @@ BY_NAME = {
     "costmodel/base/lazy_names.py",
     "e2e/capture/environment.py",
     "e2e/capture/models/image_models.py",
-    "e2e/sources/known_requests.py",
+    "e2e/sources/requests.py",
     "fusion/comparing/engine.py",
     "fusion/modelzoo.py",
     "schedules/measuring/measure_worker.py",  # told by the process that started it

@@ -23,7 +23,7 @@ from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
-    from e2e.sources.request import Request
+    from e2e.sources.requests import Request
     from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
     from e2e.sweeps.workers import Workers
 
@@ -45,7 +45,7 @@ def predict(
 
     ``options`` are those of the command line (``batch_size`` for ``--batch-size``; ``traces`` and ``tables`` for
     ``--trace`` and ``--config``); the name of a built-in model may be the first argument. Options may be grouped in
-    records: :class:`e2e.Cluster`, :class:`e2e.Stack`, or a whole request, whose fields are its options:
+    records: :class:`e2e.ClusterOptions`, :class:`e2e.StackOptions`, or a whole request, whose fields are its options:
     :class:`e2e.Model`, :class:`e2e.SpreadModel`, :class:`e2e.Script`, :class:`e2e.ScriptJob`, :class:`e2e.Trace`,
     :class:`e2e.Recording`, :class:`e2e.ShardedTables`. A ``script`` may be the function itself, which is called without
     a GPU (:func:`e2e.capture.script.load_script`); ``parallel`` a text or a :class:`ParallelSpec`.
@@ -67,9 +67,9 @@ def predict(
     """
     from e2e.capture.script import captures_kept
     from e2e.sources.gpu_prices import asked_price, with_cost
-    from e2e.sources.known_requests import SpreadModel
     from e2e.sources.predict_request import predict_request
     from e2e.sources.prepared_step import told
+    from e2e.sources.requests import SpreadModel
 
     request = _request(asked, options)
     # Invalid prices and unwritable files are reported before long work.
@@ -102,8 +102,7 @@ def predict(
 
 def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
     """Combine names, records and single options to one request."""
-    from e2e.sources.known_requests import all_options, request_of
-    from e2e.sources.request import Request
+    from e2e.sources.requests import Request, all_options, request_of
 
     if len(asked) == 1 and isinstance(asked[0], Request) and not options:
         return asked[0]

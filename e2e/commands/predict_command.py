@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from costmodel.base.errors import InputError
-from e2e.sources.known_requests import all_options, sources_with
-from e2e.sources.request import ANSWER_PANEL, SOURCES, Cluster, Gpu, Request
+from e2e.sources.requests import ANSWER_PANEL, SOURCES, Request, all_options, sources_with
 from e2e.step.option_fields import OptionField
+from e2e.step.options import ClusterOptions, GpuOptions
 
 PriceOption = Annotated[
     str | None,
@@ -106,8 +106,8 @@ def note(option: str) -> str:
 
 def _on_several(record: type[Request], users: Sequence[type[Request]]) -> bool:
     """True if ``record`` is for one GPU and ``users`` has its variant for several GPUs."""
-    alone = issubclass(record, Gpu) and not issubclass(record, Cluster)
-    return alone and any(each.panel == record.panel and issubclass(each, Cluster) for each in users)
+    alone = issubclass(record, GpuOptions) and not issubclass(record, ClusterOptions)
+    return alone and any(each.panel == record.panel and issubclass(each, ClusterOptions) for each in users)
 
 
 # Exit status if a step may not fit; ShortageError has that of a step that does not fit.

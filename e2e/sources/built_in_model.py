@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, load_gpu, single_gpu
 from costmodel.operators.experts import BALANCED
 from e2e.capture.meta_results import ASSUMED
 from e2e.capture.models.catalog import build, build_from_file
@@ -27,10 +27,16 @@ from e2e.parallelism import build as build_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.speed_band import OLDER_NOTE, band_of
-from e2e.sources.known_requests import Model, ShardedTables, SpreadModel
-from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request import Request
-from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
+from e2e.sources.prepared_step import (
+    Batch,
+    PreparedStep,
+    cluster_of,
+    on_machine,
+    placed_values,
+    setting_of,
+    step_options,
+)
+from e2e.sources.requests import Model, Request, ShardedTables, SpreadModel
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 from e2e.whatif.traced_rank import TracedRank
@@ -139,7 +145,7 @@ def _taken_values(options: StepOptions, samples: int, length: int | None, optimi
 
 def prepare_single(request: Model) -> PreparedStep:
     """Prepare the step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
-    cluster = one_gpu(request.gpu)  # invalid GPUs are reported before a capture
+    cluster = single_gpu(load_gpu(request.gpu))  # invalid GPUs are reported before a capture
     options = step_options(request, attention=request.attention or "eager")
     make: Any = build if request.model is not None else build_from_file
     model: CapturedWorkload = make(request.named, request.samples, request.sequence_length, options)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from costmodel.base.errors import InputError
+from costmodel.machines.cluster import load_gpu
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 from e2e.explain.utilisation import GpuPrice, cost_of
-from e2e.sources.request import Request
-from e2e.sources.step_setting import gpu_machine
+from e2e.sources.requests import Request
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
@@ -76,7 +76,7 @@ def asked_price(text: str, request: Request) -> GpuPrices:
     name = getattr(request, "retarget", None) or getattr(request, "gpu", None)
     if name is None:
         return prices  # a recorded run determines its GPU
-    return GpuPrices({"": prices.of(name, gpu_machine(name).name)}, text)
+    return GpuPrices({"": prices.of(name, load_gpu(name).name)}, text)
 
 
 def with_cost(answer: PredictionResult, prices: GpuPrices) -> PredictionResult:

@@ -12,7 +12,7 @@ from e2e.capture.script_errors import oversized_told
 from e2e.explain.prediction import AskedValue
 from e2e.price.host_overheads import check_overheads, standing_in
 from e2e.sources.prepared_step import PreparedStep, run, told
-from e2e.sources.request import Request
+from e2e.sources.requests import Request
 from e2e.step.option_fields import Options, options_of
 
 if TYPE_CHECKING:

@@ -1,17 +1,22 @@
-"""Step that is ready to be priced, and the function that runs it, for ``predict`` and ``sweep``."""
+"""Step that is ready to be priced, with what sources make it from, and the function that runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_gpu
+from costmodel.machines.machine_records import Machine
+from e2e.capture.models.stacks import stack_of
 from e2e.explain.prediction import throughput_of
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
 from e2e.explain.utilisation import utilisation_of
+from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
+from e2e.step.option_fields import Options
+from e2e.step.options import NO_TF32, ClusterOptions, StepOptions, Tf32Switches, check_units
 
 if TYPE_CHECKING:
     from e2e.price.speed_band import SpeedBand
@@ -76,6 +81,57 @@ class PreparedStep:
     # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
     # are the same.
     balanced: ExecutionGraph | None = None
+
+
+# --- made from a request ---------------------------------------------------------------------------
+
+
+def cluster_of(asked: ClusterOptions, gpus: int) -> Cluster:
+    """Return a cluster of ``gpus`` GPUs; raises ``InputError`` or ``MachineError`` if it is not possible."""
+    machine, nodes = load_gpu(asked.gpu), asked.nodes or 1
+    if gpus == nodes == 1:
+        return single_gpu(machine)
+    return load_cluster(asked.gpu, gpus, nodes, asked.network)
+
+
+def setting_of(request: Options, machine: Machine, options: StepOptions | None = None) -> Setting:
+    """Return the software stack of the step of ``request`` on ``machine``.
+
+    Raises ``InputError`` for number types that the machine does not compute.
+    """
+    options = options or StepOptions()
+    check_units(options.precision, machine)
+    return Setting(
+        machine,
+        load_overheads(getattr(request, "overheads", None), machine.chip().architecture),
+        cuda_graph=getattr(request, "cuda_graph", False),
+        compiled=options.compile,
+        older_libraries=stack_of(options.stack).older_libraries,
+    )
+
+
+def on_machine(options: StepOptions, machine: Machine, own: Tf32Switches = NO_TF32) -> StepOptions:
+    """Return ``options`` with the operations that run in TF32 on ``machine``.
+
+    ``own``: TF32 switches of a script, in addition to the request. Ignored on GPUs without TF32 units.
+    """
+    usable = own.on(machine)
+    asked = options.dtype == "tf32" and "tf32" in machine.compute
+    return replace(options, tf32=replace(usable, products=usable.products or asked))
+
+
+def step_options(request: Options, **settled: Any) -> StepOptions:
+    """Return the options of the step of ``request``; ``settled``: values that override it or fill it in."""
+    found = StepOptions.of(request, dtype=getattr(request, "dtype", None) or "float32", **settled)
+    return replace(found, optimizer=found.optimizer or stack_of(found.stack).optimizer_form)
+
+
+def placed_values(cluster: Cluster) -> dict[str, str]:
+    """Return the placement of several GPUs, by option."""
+    return {"--nodes": f"{cluster.nodes} ({cluster.name})"}
+
+
+# --- run -------------------------------------------------------------------------------------------
 
 
 def run(step: PreparedStep) -> PredictionResult:

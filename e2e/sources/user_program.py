@@ -12,9 +12,8 @@ from e2e.capture.distributed.distributed_capture import DistributedCapture, capt
 from e2e.capture.launcher import Launch, parse_command
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
-from e2e.sources.known_requests import Program
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.step_setting import cluster_of, on_machine, step_options
+from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, step_options
+from e2e.sources.requests import Program
 from e2e.sources.user_script import seen_gpu, step_of_ranks
 from e2e.step.options import StepOptions
 

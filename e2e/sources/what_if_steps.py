@@ -14,7 +14,7 @@ from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
 from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import Request
+from e2e.sources.requests import Request
 from e2e.step.execution_graph import RankGraph
 from e2e.whatif.paired_intervals import ComparedStep, Comparison
 from e2e.whatif.questions import (

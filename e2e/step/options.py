@@ -1,7 +1,9 @@
-"""Options of a step, one field each, grouped in records; :class:`StepOptions` holds all of them for capture, lowering
-and the writer of parallel steps. With the values that they take: fixed choices, the text of ``--routing``
-(``balanced``, ``power-law=1.2``, ``capacity=1.25``, or both of the latter separated by a comma), the reference to a
-script (``FILE.py:FUNCTION``, or the function itself), and recipes of 8-bit training.
+"""Options that several requests have, one field each, grouped in records: of the step and of its hardware.
+
+:class:`StepOptions` holds all of the step for capture, lowering and the writer of parallel steps. With the values that
+options take: fixed choices, the text of ``--routing`` (``balanced``, ``power-law=1.2``, ``capacity=1.25``, or both of
+the latter separated by a comma), the reference to a script (``FILE.py:FUNCTION``, or the function itself), and recipes
+of 8-bit training.
 
 Recipes (:class:`Recipe`) say what is cast, with which scales and how often. torchao (``float8`` training) casts weights
 in every pass, Transformer Engine once per step. Delayed scaling uses the scale of earlier steps and finds the maximum
@@ -16,6 +18,7 @@ Command lines import this module at their start: no frameworks here.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -175,7 +178,15 @@ def parse_routing(text: str) -> ExpertRouting:
 
 
 MODEL_PANEL = "My model on N GPUs"
-STEP_PANEL = "The step"
+STEP_PANEL, MACHINE_PANEL = "The step", "The machine"
+GPU_HELP = (
+    "Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU it ran on, "
+    "if its profile does not tell."
+)
+GPUS_HELP = (
+    "GPUs of the whole job; a transformer of --model or --model-config is spread as --parallel says, without it in the "
+    "way that is predicted to be fastest."
+)
 
 
 def _routing(value: str | ExpertRouting) -> ExpertRouting:
@@ -183,7 +194,7 @@ def _routing(value: str | ExpertRouting) -> ExpertRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed(Options):
+class OperatorOptions(Options):
     """Options of every step whose operators are known one by one."""
 
     panel = STEP_PANEL
@@ -198,7 +209,7 @@ class Routed(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computed(Options):
+class ComputeOptions(Options):
     """Options of every step that is computed, not read from a recording."""
 
     panel = STEP_PANEL
@@ -221,7 +232,7 @@ class Computed(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured(Routed, Computed):
+class CaptureOptions(OperatorOptions, ComputeOptions):
     """Options of every PyTorch step that is captured without a GPU."""
 
     panel = STEP_PANEL
@@ -242,7 +253,7 @@ class Captured(Routed, Computed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttention(Options):
+class LinearAttentionOptions(Options):
     """Options of linear-attention kernels; not available with --parallel."""
 
     panel = STEP_PANEL
@@ -255,7 +266,7 @@ class LinearAttention(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack(Options):
+class StackOptions(Options):
     """Software stack of a transformer: recipe, kernels, precision, adapters."""
 
     panel = MODEL_PANEL
@@ -288,7 +299,7 @@ class Stack(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AloneOnGpu(Options):
+class SingleGpuOptions(Options):
     """Options of a model on a single GPU."""
 
     panel = MODEL_PANEL
@@ -300,6 +311,62 @@ class AloneOnGpu(Options):
     )
     layout: MemoryLayout = option(
         "How the images of a built-in model lie in memory: NCHW or NHWC.", default="contiguous"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions(Options):
+    """Host software of a step that is not recorded."""
+
+    panel = MACHINE_PANEL
+
+    overheads: Path | None = option(
+        "Table of host overheads, a known host, or profiles of the very job (a file, pattern or archive); "
+        "default: by the GPU's generation.",
+        default=None,
+        default_text="hosts of the GPU's generation",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions(Options):
+    """GPU of a step."""
+
+    panel = MACHINE_PANEL
+
+    gpu: str = option(GPU_HELP, read=os.fspath)
+
+
+def _spread(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise InputError(f"--speed-spread {value:g}: must be from 0 to 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesOptions(Options):
+    """Number of nodes, and the network between them."""
+
+    panel = MACHINE_PANEL
+
+    nodes: int | None = option("Nodes over which they are spread.", default=None, least=1, harmless=1)
+    network: str | None = option(
+        "Network between nodes, NAME:N for N cards per node; default: the cluster's own.", default=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(NodesOptions, GpuOptions):
+    """GPUs of a job of several ranks, and their variation."""
+
+    panel = MACHINE_PANEL
+
+    gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
+    speed_spread: float | None = option(
+        "Standard deviation of the GPUs' speeds, such as 0.02; 0: all alike. Default: all as slow as the slowest of a "
+        "band that is fitted to published steps.",
+        default=None,
+        read=_spread,
     )
 
 
@@ -348,7 +415,7 @@ NO_TF32 = Tf32Switches()
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(AloneOnGpu, Stack, LinearAttention, Captured):
+class StepOptions(SingleGpuOptions, StackOptions, LinearAttentionOptions, CaptureOptions):
     """All options of a step, for capture, lowering and the writer of parallel steps.
 
     Options of all sources, each with its default for sources without it, and derived settings. ``attention`` ``None``:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from costmodel.base.errors import ProjectError
+from costmodel.machines.cluster import load_gpu
 from e2e.explain.prediction import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, Prediction, ranked
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, SpreadModel, Trace
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import Request
-from e2e.sources.step_setting import gpu_machine
+from e2e.sources.requests import Model, Recording, Request, Script, ScriptJob, SpreadModel, Trace
 from e2e.step.memory_room import largest_fitting
 from e2e.step.options import Dtype
 
@@ -83,7 +82,7 @@ def _configured(kind: str, change: str, needs: str, **values: object) -> Change:
 
 
 def _number_types(request: Request, prediction: Prediction) -> Iterator[Change]:
-    machine = gpu_machine(getattr(request, "gpu", ""))
+    machine = load_gpu(getattr(request, "gpu", ""))
     used, dtype = prediction.utilisation, getattr(request, "dtype", None) or "float32"
     in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
     if dtype == "float32" and "tf32" in machine.compute and in_32_bits:

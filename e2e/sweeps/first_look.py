@@ -16,9 +16,9 @@ from costmodel.base.errors import InputError
 from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.cluster import Cluster, load_cluster
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.known_requests import SpreadModel
 from e2e.sources.predict_request import predict_request
 from e2e.sources.recipes import TrainingRecipe, recipe_of
+from e2e.sources.requests import SpreadModel
 from e2e.step.memory import EXPERT_DIMENSIONS
 from e2e.step.memory_room import memory_room, verdict
 from e2e.step.options import Dtype

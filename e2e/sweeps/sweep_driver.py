@@ -74,10 +74,10 @@ class RunPlan:
             self._price(name)
 
     def _price(self, gpu: str) -> float:
-        from e2e.sources.step_setting import gpu_machine
+        from costmodel.machines.cluster import load_gpu
 
         assert self.prices is not None
-        return self.prices.of(gpu, gpu_machine(gpu).name).per_gpu_hour
+        return self.prices.of(gpu, load_gpu(gpu).name).per_gpu_hour
 
 
 def run_plan(

@@ -20,11 +20,10 @@ from costmodel.base.output_files import append_whole, write_whole
 from costmodel.base.process import pass_ending
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources import built_in_model
-from e2e.sources.known_requests import SpreadModel
-from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import Cluster
-from e2e.sources.step_setting import cluster_of
+from e2e.sources.prepared_step import PreparedStep, cluster_of, run
+from e2e.sources.requests import SpreadModel
 from e2e.step.memory_room import memory_room, verdict
+from e2e.step.options import ClusterOptions
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
 CellStatus = Literal["ok", "may not fit", "does not fit", "not possible", "failed"]
@@ -186,7 +185,7 @@ def failure(task: SweepTask, reason: str) -> SweepRow:
 
 def _first_that_fits(task: SweepTask) -> SweepRow:
     cell = task.cell
-    nodes = cluster_of(Cluster(gpu=cell.gpu, network=task.request.network), cell.gpus).nodes
+    nodes = cluster_of(ClusterOptions(gpu=cell.gpu, network=task.request.network), cell.gpus).nodes
     row = None
     for spec in cell.specs():
         try:

@@ -116,7 +116,7 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
     """Step of a row, checked and prepared by ``predict`` but unpriced; captures are cached in ``kept``."""
     from e2e.sources.built_in_model import prepare_spread
-    from e2e.sources.known_requests import SpreadModel
+    from e2e.sources.requests import SpreadModel
 
     request = SpreadModel(
         model_config=_configuration(step, kept),

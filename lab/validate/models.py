@@ -28,7 +28,7 @@ from lab.data.timm_steps import TimmStep, read_timm, timm_files
 from lab.validate.errors import Accuracy, accuracy, error_table, print_left_out, section_console
 
 if TYPE_CHECKING:
-    from e2e.sources.known_requests import Script
+    from e2e.sources.requests import Script
     from lab.steps.image_steps import PublishedStep
 
     MeasuredStep = TimmStep | PublishedStep

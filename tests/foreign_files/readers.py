@@ -308,7 +308,7 @@ def _predict(path: Path) -> object:
 def _options(path: Path) -> object:
     from costmodel.machines.machine_file import load_machine
     from e2e.parallelism.spec import parse_parallel
-    from e2e.sources.known_requests import parse_ranks
+    from e2e.sources.requests import parse_ranks
     from e2e.step.options import parse_routing
     from e2e.sweeps.sweep_space import counts, names
     from fusion.commands.cli import parse_shapes

@@ -11,8 +11,8 @@ import pytest
 from costmodel.base.errors import InputError
 from e2e.parallelism import build
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.predict_request import predict_request
+from e2e.sources.requests import Model, SpreadModel
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.options import StepOptions
 

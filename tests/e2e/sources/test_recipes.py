@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 import e2e
 from e2e.capture.models.stacks import STACKS
 from e2e.parallelism.spec import Recompute, keys_of, parse_parallel, require_consistent, text_of
-from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.recipes import TRAINING_RECIPES
+from e2e.sources.requests import Model, SpreadModel
 
 TRAINING = [name for name, recipe in TRAINING_RECIPES.items() if not recipe.serves]
 WAYS = ["dp=8", "fsdp=8", "tp=4", "tp=2,cp=2", "tp=2,pp=2,micro-batches=4", "fsdp=2,pp=2,tp=2,micro-batches=4", "cp=8"]

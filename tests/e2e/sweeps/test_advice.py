@@ -9,7 +9,7 @@ import pytest
 import e2e
 from e2e.explain.prediction import BEST, Alternative, ranked
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.known_requests import Model, SpreadModel
+from e2e.sources.requests import Model, SpreadModel
 from e2e.sweeps.advice import possible_changes
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import e2e
 from e2e.parallelism.spec import text_of
-from e2e.sources.known_requests import SpreadModel
+from e2e.sources.requests import SpreadModel
 from e2e.sweeps.first_look import promising, with_best_way
 from e2e.sweeps.sweep_driver import DAY, ranking_key, run_plan
 from e2e.sweeps.sweep_results import SweepRow

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.sources.known_requests import Recording
 from e2e.sources.recorded_job import prepare_recording
+from e2e.sources.requests import Recording
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from e2e.traces.step_window import choose, doubts, iterations

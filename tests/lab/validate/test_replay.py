@@ -13,9 +13,9 @@ from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.price.recorded_kernels import Scaling, retarget
 from e2e.simulate.simulator import simulate
-from e2e.sources.known_requests import Recording
 from e2e.sources.prepared_step import run
 from e2e.sources.recorded_job import prepare_recording
+from e2e.sources.requests import Recording
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks

@@ -7,54 +7,160 @@
 | my trace | :class:`Trace`, :class:`Recording` |
 | my tables | :class:`ShardedTables` |
 
-:func:`request_of` chooses the class for a user's options, and refuses options that the class does not have. Shared
-parts are in :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (the hardware). Command
-lines import this module at their start: it loads no library.
+:class:`Request` is their base, :func:`source` registers one, :func:`request_of` chooses the class for a user's options
+and refuses options that the class does not have. Options that several requests have are records of their own
+(:mod:`e2e.step.options`). Command lines import this module at their start: it loads no library.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.parallelism.spec import ParallelSpec, keys_of, parse_parallel, text_of
 from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, recipe_of
-from e2e.sources.request import GPU_HELP, GPUS_HELP, SOURCES, Cluster, Gpu, Host, Nodes, Request, source
-from e2e.step.option_fields import OptionField, option, options_of
+from e2e.step.option_fields import OptionField, Options, option, options_of
 from e2e.step.options import (
+    GPU_HELP,
+    GPUS_HELP,
     MODEL_PANEL,
-    AloneOnGpu,
+    STEP_PANEL,
     AttentionForm,
-    Captured,
-    Computed,
+    CaptureOptions,
+    ClusterOptions,
+    ComputeOptions,
     Dtype,
-    LinearAttention,
-    Routed,
-    Stack,
+    GpuOptions,
+    HostOptions,
+    LinearAttentionOptions,
+    NodesOptions,
+    OperatorOptions,
+    SingleGpuOptions,
+    StackOptions,
     StepFunction,
     script_name,
 )
-from e2e.whatif.questions import BatchChange, BucketChange, OtherHost
+from e2e.whatif.questions import BatchChange, BucketChange, OtherHost, WhatIf, parse_what_if
 
 if TYPE_CHECKING:
     from costmodel.machines.machine_records import Machine
+    from e2e.sources.prepared_step import PreparedStep
     from e2e.whatif.questions import Change
 
-
-TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
 SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
+ANSWER_PANEL = "The answer"
+TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
+
+
+def _questions(value: str | WhatIf | Sequence[str | WhatIf]) -> tuple[WhatIf, ...]:
+    each = [value] if isinstance(value, str | WhatIf) else value
+    return tuple(parse_what_if(text) if isinstance(text, str) else text for text in each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Options):
+    """Base of all requests. A source is a class derived from it, registered by :func:`source`."""
+
+    panel = ANSWER_PANEL
+
+    # Title for messages: the kind of step.
+    title: ClassVar[str]
+    # Sets of options; any complete set selects this source.
+    chosen_by: ClassVar[tuple[tuple[str, ...], ...]]
+    # Function that prepares the step, as MODULE:FUNCTION: it is loaded on first use, as it may need PyTorch.
+    prepared_by: ClassVar[str]
+    # Reason in the error for an option that it lacks; empty: the error lists the sources that have the option.
+    reason: ClassVar[str] = ""
+    # True if the step is recorded, so its operators are fixed.
+    recorded: ClassVar[bool] = False
+    # True if single operators are known, so that some of them can be changed.
+    single_operators: ClassVar[bool] = True
+
+    what_if: tuple[WhatIf, ...] = option(
+        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, batch-embeddings, fuse:REGEX; with + "
+        "several at once. Repeatable: each alone, and all together.",
+        default=(),
+        several=True,
+        read=_questions,
+        write=lambda questions: " ".join(each.text for each in questions),
+    )
+    cuda_graph: bool = option(
+        "The step is replayed as one CUDA graph.", default=False, default_text="no", panel=STEP_PANEL
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+
+    @classmethod
+    def is_meant(cls, given: Mapping[str, object]) -> bool:
+        """True if the options ``given`` select this source."""
+        return any(set(options) <= set(given) for options in cls.chosen_by)
+
+    @classmethod
+    def with_article(cls) -> str:
+        """Return the title with an indefinite article."""
+        return f"{'an' if cls.title[0] in 'aeiou' else 'a'} {cls.title}"
+
+    def check(self) -> None:
+        """Raise ``InputError`` for options that cannot be combined."""
+
+    def settled(self) -> Self:
+        """Return the request with its open options filled in by the step's recipe."""
+        return self
+
+    def settled_texts(self, asked: Self) -> dict[str, str]:
+        """Describe, by option, the values that :meth:`settled` has set in ``asked``."""
+        return {}
+
+    def meant_texts(self, asked: Self) -> dict[str, str]:
+        """Describe, by option, values of ``asked`` whose meaning in this settled request differs from their text."""
+        return {}
+
+    def prepare(self) -> PreparedStep:
+        """Return the step, ready to be priced."""
+        found: PreparedStep = resolve_name(self.prepared_by)(self)
+        return found
+
+    def captured_anew(self, change: Change) -> Self | None:
+        """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
+        return None
+
+
+# Registered sources; if the given options select several, the last one is used.
+SOURCES: list[type[Request]] = []
+R = TypeVar("R", bound=type[Request])
+
+
+def source(title: str, *chosen_by: str, prepared_by: str = "") -> Callable[[R], R]:
+    """Decorate a request class to register it as a source.
+
+    ``title``: for messages; ``chosen_by``: texts of field names separated by spaces; the options select this class if
+    all fields of one text are given, unless a class registered later is selected too; ``prepared_by``: MODULE:FUNCTION
+    that prepares its step, for a class without its own ``prepare``.
+    """
+
+    def register(record: R) -> R:
+        record.title = title
+        record.chosen_by = tuple(tuple(each.split()) for each in chosen_by)
+        record.prepared_by = prepared_by
+        SOURCES.append(record)
+        return record
+
+    return register
 
 
 # --- my model on N GPUs ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Modelled(Request, Host, Stack, Captured, Gpu):
+class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
     """Request for a model that is built here."""
 
     panel = MODEL_PANEL
@@ -107,14 +213,14 @@ class _Modelled(Request, Host, Stack, Captured, Gpu):
         Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the
         mode.
         """
-        from e2e.sources.step_setting import gpu_machine
+        from costmodel.machines.cluster import load_gpu
 
         recipe = recipe_of(self.recipe)
         if not self.has_sequences:
             return self
         if recipe.serves and self.mode != "inference":
             raise InputError(f"--recipe {self.recipe}: is for inference; give --mode inference, or another recipe")
-        machine = gpu_machine(self.gpu)
+        machine = load_gpu(self.gpu)
         dtype = self.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
         attention = self.attention or self._attention(recipe, machine)
         return replace(self, dtype=dtype, attention=attention, stack=self.stack or recipe.stack)
@@ -143,7 +249,7 @@ class _Modelled(Request, Host, Stack, Captured, Gpu):
 
 @source("model on one GPU", "model", "model_config", prepared_by="e2e.sources.built_in_model:prepare_single")
 @dataclass(frozen=True, kw_only=True)
-class Model(LinearAttention, AloneOnGpu, _Modelled):
+class Model(LinearAttentionOptions, SingleGpuOptions, _Modelled):
     """Request for a built-in model or a Hugging Face configuration on one GPU."""
 
     panel = MODEL_PANEL
@@ -172,7 +278,7 @@ class Model(LinearAttention, AloneOnGpu, _Modelled):
 
 @source("model spread over GPUs", "parallel", prepared_by="e2e.sources.built_in_model:prepare_spread")
 @dataclass(frozen=True, kw_only=True)
-class SpreadModel(_Modelled, Cluster):
+class SpreadModel(_Modelled, ClusterOptions):
     """Request for a transformer spread over GPUs.
 
     Without ``parallel`` the fastest of several predicted ways is used.
@@ -245,7 +351,7 @@ class SpreadModel(_Modelled, Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scripted(Request, Host, LinearAttention, Captured):
+class _Scripted(Request, HostOptions, LinearAttentionOptions, CaptureOptions):
     """Request for a user's own step, run without a GPU."""
 
     panel = SCRIPT_PANEL
@@ -273,7 +379,7 @@ class _Scripted(Request, Host, LinearAttention, Captured):
 
 @source("script on one GPU", "script", prepared_by="e2e.sources.user_script:prepare")
 @dataclass(frozen=True, kw_only=True)
-class Script(_Scripted, Gpu):
+class Script(_Scripted, GpuOptions):
     """Request for a script's step on one GPU."""
 
     reason = "a script says itself what it runs"
@@ -292,7 +398,7 @@ def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
 
 @source("script on several GPUs", "script gpus", prepared_by="e2e.sources.user_script:prepare_ranks")
 @dataclass(frozen=True, kw_only=True)
-class ScriptJob(_Scripted, Cluster):
+class ScriptJob(_Scripted, ClusterOptions):
     """Request for a script's step of several processes: DDP, FSDP2, tensor parallel ..."""
 
     panel = SCRIPT_PANEL
@@ -313,7 +419,7 @@ class ScriptJob(_Scripted, Cluster):
 
 @source("program", "command", prepared_by="e2e.sources.user_program:prepare")
 @dataclass(frozen=True, kw_only=True)
-class Program(Request, Host, Routed, Cluster):
+class Program(Request, HostOptions, OperatorOptions, ClusterOptions):
     """Request for a step of the user's program, run as it is."""
 
     panel = SCRIPT_PANEL
@@ -354,7 +460,7 @@ class _Recorded(Request):
 
 @source("execution trace", "traces", prepared_by="e2e.sources.recorded_job:prepare_trace")
 @dataclass(frozen=True, kw_only=True)
-class Trace(_Recorded, Routed, Host, Cluster):
+class Trace(_Recorded, OperatorOptions, HostOptions, ClusterOptions):
     """Request from execution traces of one rank or of all ranks of a job: kernels and host times are predicted."""
 
     panel = TRACE_PANEL
@@ -381,7 +487,7 @@ class Trace(_Recorded, Routed, Host, Cluster):
 
 @source("recorded run", "kineto", prepared_by="e2e.sources.recorded_job:prepare_recording")
 @dataclass(frozen=True, kw_only=True)
-class Recording(_Recorded, Nodes):
+class Recording(_Recorded, NodesOptions):
     """Request from profiles of a run, with or without its execution traces: recorded kernel and host times are used."""
 
     panel = TRACE_PANEL
@@ -411,7 +517,7 @@ class Recording(_Recorded, Nodes):
 
 @source("sharded DLRM", "sharding", "tables", prepared_by="e2e.sources.built_in_model:prepare_sharded")
 @dataclass(frozen=True, kw_only=True)
-class ShardedTables(Request, Host, Computed, Cluster):
+class ShardedTables(Request, HostOptions, ComputeOptions, ClusterOptions):
     """Request for a training step of DLRM with embedding tables sharded by a plan of ``python -m e2e shard``."""
 
     panel = TABLES_PANEL
@@ -429,6 +535,9 @@ class ShardedTables(Request, Host, Computed, Cluster):
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
+
+
+# --- the choice among the sources ----------------------------------------------------------------
 
 
 def all_options() -> dict[str, OptionField]:
