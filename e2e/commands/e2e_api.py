@@ -68,7 +68,7 @@ def predict(
     from e2e.capture.script import captures_kept
     from e2e.sources.gpu_prices import asked_price, with_cost
     from e2e.sources.predict_request import predict_request
-    from e2e.sources.prepared_step import told
+    from e2e.sources.prepared_step import with_remarks
     from e2e.sources.requests import SpreadModel
 
     request = _request(asked, options)
@@ -82,7 +82,7 @@ def predict(
 
             request, chosen = with_best_way(request)
             notes = [chosen]
-        answer = told(predict_request(request), notes=notes)
+        answer = with_remarks(predict_request(request), notes=notes)
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
@@ -106,7 +106,7 @@ def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Requ
 
     if len(asked) == 1 and isinstance(asked[0], Request) and not options:
         return asked[0]
-    parts = [{"model": each} if isinstance(each, str) else each.given() for each in asked]
+    parts = [{"model": each} if isinstance(each, str) else each.given_values() for each in asked]
     found: dict[str, Any] = {}
     for name, value in (pair for part in (*parts, options) for pair in part.items()):
         if name in found:
@@ -170,10 +170,10 @@ def sweep(
     (['ok', 'ok'], True)
     """
     from e2e.capture.models.stacks import stack_of
-    from e2e.sources.recipes import recipe_of
-    from e2e.sweeps.first_look import promising
+    from e2e.sources.recipes import training_recipe
+    from e2e.sweeps.first_look import promising_cells
     from e2e.sweeps.sweep_driver import run_plan
-    from e2e.sweeps.sweep_driver import sweep as run_sweep
+    from e2e.sweeps.sweep_driver import run_sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
@@ -182,7 +182,7 @@ def sweep(
     recipes = [recipe] if recipe is None or isinstance(recipe, str) else list(recipe)
     precisions = [precision] if precision is None or isinstance(precision, str) else list(precision)
     for each in recipes:
-        recipe_of(each)
+        training_recipe(each)
     for name in precisions:
         _one_of("precision", name, (None, *get_args(Precision)))
     stack_of(stack)
@@ -209,7 +209,7 @@ def sweep(
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
     told = progress or (lambda done, total, seconds, row: None)
     with _TURN, tempfile.TemporaryDirectory(prefix="e2e-sweep-") as nowhere:
-        looked = promising(request, cells, tries)
+        looked = promising_cells(request, cells, tries)
         folder = Path(nowhere if output is None else output)
         return run_sweep(request, looked, folder, _workers(workers, ray), told, plan)
 

@@ -56,7 +56,7 @@ def _choice(each: OptionField) -> dict[str, Any]:
 
     def read(value: str) -> Any:
         try:
-            return each.taken(value)
+            return each.convert(value)
         except InputError as error:
             raise typer.BadParameter(str(error).removeprefix(f"{each.flag} ")) from None
 

@@ -144,9 +144,9 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
 
 
 def _explanation(planning: Planning) -> dict[str, Any]:
-    from e2e.sharding.plan_report import explain
+    from e2e.sharding.plan_report import explain_plan
 
-    record = asdict(explain(planning))
+    record = asdict(explain_plan(planning))
     record["candidates"] = [
         {
             "generator": each.generator,

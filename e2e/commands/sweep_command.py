@@ -77,20 +77,20 @@ def sweep_command(
     from costmodel.pages.charts import check_picture
     from e2e.commands.e2e_api import sweep
     from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
-    from e2e.sweeps.sweep_space import counts, names
+    from e2e.sweeps.sweep_space import parse_counts, parse_names
 
     if plot is not None:
         check_picture(plot, "--plot")
     check_outputs({"--plot": plot, "--report": report}, {"--model": model})
     result = sweep(
         model,
-        gpu=names(gpu, "--gpu"),
-        gpus=counts(gpus, "--gpus"),
+        gpu=parse_names(gpu, "--gpu"),
+        gpus=parse_counts(gpus, "--gpus"),
         parallel=parallel or "auto",
         batch_size=batch_size,
         global_batch=global_batch,
         sequence_length=sequence_length,
-        recipe=None if recipe is None else names(recipe, "--recipe"),
+        recipe=None if recipe is None else parse_names(recipe, "--recipe"),
         tries=tries,
         tokens=tokens,
         deadline=deadline,
@@ -98,7 +98,7 @@ def sweep_command(
         dtype=dtype,
         attention=attention,
         stack=stack,
-        precision=None if precision is None else cast("list[Precision]", names(precision, "--precision")),
+        precision=None if precision is None else cast("list[Precision]", parse_names(precision, "--precision")),
         compile=compiled,
         network=network,
         output=output,

@@ -22,8 +22,7 @@ from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.models.stacks import stack_of
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower_step
-from e2e.parallelism import ParallelGraph
-from e2e.parallelism import build as build_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph
 from e2e.parallelism.rewrites import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.speed_band import OLDER_NOTE, band_of
@@ -33,8 +32,8 @@ from e2e.sources.prepared_step import (
     cluster_of,
     on_machine,
     placed_values,
-    setting_of,
     step_options,
+    step_setting,
 )
 from e2e.sources.requests import Model, Request, ShardedTables, SpreadModel
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
@@ -172,7 +171,7 @@ def single_step(
         balanced = lower_step(trace, replace(lowering, routing=BALANCED), architecture).graph
     older = stack_of(options.stack).older_libraries
     return PreparedStep(
-        lowered.graph, setting_of(request, machine, options), cluster, lowered.memory, lowered.warnings,
+        lowered.graph, step_setting(request, machine, options), cluster, lowered.memory, lowered.warnings,
         traced=traced, balanced=balanced, band=band_of(machine, older_libraries=older),
     )  # fmt: skip
 
@@ -210,10 +209,10 @@ def prepare_spread(request: SpreadModel, captures: Path | None = None) -> Prepar
     require_consistent(spec, request.gpus)
     cluster = cluster_of(request, spec.world_size)
     step = step_options(request)
-    setting = setting_of(request, cluster.machine, step)
+    setting = step_setting(request, cluster.machine, step)
 
     def of(step: StepOptions) -> ParallelGraph:
-        return build_parallel(
+        return build_parallel_graph(
             request.named, spec, step, captures=captures, condenser=Condenser(setting.overheads),
             node_gpus=cluster.gpus_per_node, host_bandwidth=cluster.host_bandwidth,
         )  # fmt: skip
@@ -253,7 +252,7 @@ def prepare_sharded(request: ShardedTables) -> PreparedStep:
     built = sharded_dlrm(request.sharding, request.tables, cluster, request.batch_size, options)
     return PreparedStep(
         built.graph,
-        setting_of(request, cluster.machine, options),
+        step_setting(request, cluster.machine, options),
         cluster,
         built.memory,
         built.warnings,

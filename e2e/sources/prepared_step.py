@@ -10,7 +10,7 @@ from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_g
 from costmodel.machines.machine_records import Machine
 from e2e.capture.models.stacks import stack_of
 from e2e.explain.prediction import throughput_of
-from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
+from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict_graph
 from e2e.explain.utilisation import utilisation_of
 from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import ExecutionGraph
@@ -94,7 +94,7 @@ def cluster_of(asked: ClusterOptions, gpus: int) -> Cluster:
     return load_cluster(asked.gpu, gpus, nodes, asked.network)
 
 
-def setting_of(request: Options, machine: Machine, options: StepOptions | None = None) -> Setting:
+def step_setting(request: Options, machine: Machine, options: StepOptions | None = None) -> Setting:
     """Return the software stack of the step of ``request`` on ``machine``.
 
     Raises ``InputError`` for number types that the machine does not compute.
@@ -134,7 +134,7 @@ def placed_values(cluster: Cluster) -> dict[str, str]:
 # --- run -------------------------------------------------------------------------------------------
 
 
-def run(step: PreparedStep) -> PredictionResult:
+def run_step(step: PreparedStep) -> PredictionResult:
     """Price, simulate and explain ``step``; adds the throughput if the batch is known."""
     found = _predicted(step)
     if step.recorded_seconds is not None:
@@ -150,7 +150,9 @@ def run(step: PreparedStep) -> PredictionResult:
     return replace(found, prediction=replace(old, throughput=rate))
 
 
-def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:
+def with_remarks(
+    answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()
+) -> PredictionResult:
     """Return ``answer`` with additional ``warnings`` and ``notes`` after its own."""
     if not warnings and not notes:
         return answer
@@ -165,8 +167,8 @@ def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResu
     error = replayed / recorded - 1.0
     line = f"recorded {recorded * 1e3:.3f} ms, replayed {replayed * 1e3:.3f} ms ({error:+.1%})"
     if abs(error) <= REPLAY_ERROR:
-        return told(found, notes=[line])
-    return told(found, warnings=[f"{line}: the replay is wrong, and so is what it is broken down into"])
+        return with_remarks(found, notes=[line])
+    return with_remarks(found, warnings=[f"{line}: the replay is wrong, and so is what it is broken down into"])
 
 
 def _predicted(step: PreparedStep) -> PredictionResult:
@@ -183,7 +185,7 @@ def _predicted(step: PreparedStep) -> PredictionResult:
             host_factor=step.setting.overheads.factor,
         )
     assert not isinstance(step.cluster, RecordedSite)
-    return predict(
+    return predict_graph(
         step.graph,
         step.setting,
         step.cluster,

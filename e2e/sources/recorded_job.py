@@ -21,7 +21,7 @@ from e2e.price.collective_pricing import price_collectives
 from e2e.price.host_overheads import OverheadTable, fitted_overheads
 from e2e.price.recorded_kernels import Scaling, retarget, with_measured
 from e2e.sources.built_in_model import single_step
-from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, setting_of, step_options
+from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, step_options, step_setting
 from e2e.sources.requests import Recording, Trace
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
@@ -37,7 +37,7 @@ from e2e.traces.recorded_run import (
     read_recorded_run,
     recorded_machine,
 )
-from e2e.traces.step_window import choose, doubts, last_step, read_last_step
+from e2e.traces.step_window import choose_step, doubts, last_step, read_last_step
 from e2e.whatif.traced_rank import TracedRank
 
 
@@ -96,7 +96,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     traces = ranks_of_job([read_last_step(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
-    setting = setting_of(request, cluster.machine, options)
+    setting = step_setting(request, cluster.machine, options)
     spread = request.speed_spread
     lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
@@ -117,7 +117,7 @@ def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
     cluster = cluster_of(request, gpus)
     trace = replace(operators, world_size=gpus)
     options = on_machine(step_options(request), cluster.machine, recorded_switches([trace]))
-    setting = setting_of(request, cluster.machine, options)
+    setting = step_setting(request, cluster.machine, options)
     spread = request.speed_spread
     lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
@@ -159,7 +159,7 @@ class _Recorded:
 
         The recorded host is known, but another GPU may have another host, with the usual variation of host speeds.
         """
-        found = setting_of(self.request, self.machine)
+        found = step_setting(self.request, self.machine)
         table = overheads or found.overheads
         assert isinstance(table, OverheadTable)
         return replace(found, overheads=replace(table, factor=found.overheads.factor if self.elsewhere else 1.0))
@@ -207,7 +207,7 @@ def _single(found: _Recorded) -> PreparedStep:
     notes = [
         whole.describe(),
         "host overheads are those of the profile, without the profiler's share",
-        f"the profiled step took {choose(profile).seconds * 1e3:.3f} ms, the profiler's share included",
+        f"the profiled step took {choose_step(profile).seconds * 1e3:.3f} ms, the profiler's share included",
     ]
     graph = ExecutionGraph((rank,), source=linked.trace.source)
     if found.recorded is not None and (found.moved or found.recorded.name == machine.name):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.parallelism.spec import ParallelSpec, keys_of, parse_parallel, text_of
-from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, recipe_of
+from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, training_recipe
 from e2e.step.option_fields import OptionField, Options, option, options_of
 from e2e.step.options import (
     GPU_HELP,
@@ -99,7 +99,7 @@ class Request(Options):
         self.check()
 
     @classmethod
-    def is_meant(cls, given: Mapping[str, object]) -> bool:
+    def is_selected(cls, given: Mapping[str, object]) -> bool:
         """True if the options ``given`` select this source."""
         return any(set(options) <= set(given) for options in cls.chosen_by)
 
@@ -111,15 +111,15 @@ class Request(Options):
     def check(self) -> None:
         """Raise ``InputError`` for options that cannot be combined."""
 
-    def settled(self) -> Self:
+    def with_defaults(self) -> Self:
         """Return the request with its open options filled in by the step's recipe."""
         return self
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
-        """Describe, by option, the values that :meth:`settled` has set in ``asked``."""
+    def default_texts(self, asked: Self) -> dict[str, str]:
+        """Describe, by option, the values that :meth:`with_defaults` has set in ``asked``."""
         return {}
 
-    def meant_texts(self, asked: Self) -> dict[str, str]:
+    def meaning_texts(self, asked: Self) -> dict[str, str]:
         """Describe, by option, values of ``asked`` whose meaning in this settled request differs from their text."""
         return {}
 
@@ -128,7 +128,7 @@ class Request(Options):
         found: PreparedStep = resolve_name(self.prepared_by)(self)
         return found
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
         return None
 
@@ -207,7 +207,7 @@ class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
 
         return self.model_config is not None or self.model in PRESETS or Path(self.model or "").suffix == ".json"
 
-    def settled(self) -> Self:
+    def with_defaults(self) -> Self:
         """Return the request with the recipe's values for all options that were not given.
 
         Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the
@@ -215,7 +215,7 @@ class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
         """
         from costmodel.machines.cluster import load_gpu
 
-        recipe = recipe_of(self.recipe)
+        recipe = training_recipe(self.recipe)
         if not self.has_sequences:
             return self
         if recipe.serves and self.mode != "inference":
@@ -242,7 +242,7 @@ class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
             return {}
         kept = "FP32 master weights and states" if masters else "no FP32 master weights"
         forward = self.mode != "train"
-        recipe = f"{DEFAULT_RECIPE} ({recipe_of(asked.recipe).about}{'' if forward else ' and AdamW'})"
+        recipe = f"{DEFAULT_RECIPE} ({training_recipe(asked.recipe).about}{'' if forward else ' and AdamW'})"
         dtype = f"{self.dtype}" + ("" if forward or self.dtype not in NUMBER_TYPES else f" ({kept})")
         return {"--recipe": recipe, "--dtype": dtype} | ({} if self.stack is None else {"--stack": self.stack})
 
@@ -262,17 +262,17 @@ class Model(LinearAttentionOptions, SingleGpuOptions, _Modelled):
         if self.cache_length is not None and self.mode != "inference":
             raise InputError("--cache-length decodes: give --mode inference")
 
-    def settled(self) -> Self:
-        found = super().settled()
+    def with_defaults(self) -> Self:
+        found = super().with_defaults()
         if found is self:
             return self
         trains = self.mode == "train" and found.dtype in NUMBER_TYPES
-        return replace(found, master_weights=trains and recipe_of(self.recipe).master_weights)
+        return replace(found, master_weights=trains and training_recipe(self.recipe).master_weights)
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
+    def default_texts(self, asked: Self) -> dict[str, str]:
         return self._recipe_texts(asked, self.master_weights)
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
 
 
@@ -294,9 +294,9 @@ class SpreadModel(_Modelled, ClusterOptions):
     )
 
     @classmethod
-    def is_meant(cls, given: Mapping[str, Any]) -> bool:
+    def is_selected(cls, given: Mapping[str, Any]) -> bool:
         several = given.get("gpus", 1) > 1 or given.get("nodes", 1) > 1
-        return super().is_meant(given) or (several and bool({"model", "model_config"} & set(given)))
+        return super().is_selected(given) or (several and bool({"model", "model_config"} & set(given)))
 
     def __post_init__(self) -> None:
         if isinstance(self.parallel, str):
@@ -312,17 +312,17 @@ class SpreadModel(_Modelled, ClusterOptions):
         if self.attention == "mla":
             raise InputError("--attention mla decodes on one GPU yet; name another kernel")
 
-    def settled(self) -> Self:
-        found = super().settled()
+    def with_defaults(self) -> Self:
+        found = super().with_defaults()
         if found is self or found.parallel is None:
             return found
         masters, inference = found.dtype in NUMBER_TYPES, self.mode == "inference"
-        spec = recipe_of(self.recipe).spread(
+        spec = training_recipe(self.recipe).spread(
             found.parallel, masters=masters, inference=inference, length=self.sequence_length
         )
         return replace(found, parallel=spec)
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
+    def default_texts(self, asked: Self) -> dict[str, str]:
         spec = self.parallel
         found = self._recipe_texts(asked, spec is not None and bool(spec.master_weights))
         if not found or spec is None or asked.parallel is None:
@@ -331,13 +331,13 @@ class SpreadModel(_Modelled, ClusterOptions):
         more = {key: value for key, value in keys_of(spec).items() if key not in given and value not in ("no", "same")}
         return found | {"--parallel": ",".join(f"{key}={value}" for key, value in more.items())}
 
-    def meant_texts(self, asked: Self) -> dict[str, str]:
+    def meaning_texts(self, asked: Self) -> dict[str, str]:
         given, spec = asked.parallel, self.parallel
         if given is None or spec is None or given.recompute == spec.recompute:
             return {}
         return {"--parallel": f"{text_of(given)} ({asked.recipe}'s {given.recompute}: recompute={spec.recompute} here)"}
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         if isinstance(change, BatchChange):
             return replace(self, batch_size=change.samples)
         if isinstance(change, OtherHost):
@@ -369,7 +369,7 @@ class _Scripted(Request, HostOptions, LinearAttentionOptions, CaptureOptions):
                 "--attention mla and flash3-fp8 are for --model and --model-config; a script calls its own kernels"
             )
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         from e2e.capture.script import taken_names
 
         if isinstance(change, BatchChange) and "batch_size" in taken_names(self.script, ["batch_size"]):
@@ -411,10 +411,10 @@ class ScriptJob(_Scripted, ClusterOptions):
     # MiB of a gradient bucket, if a what-if question changes the script's own.
     bucket_mb: float | None = None
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         if isinstance(change, BucketChange):
             return replace(self, bucket_mb=change.mebibytes)
-        return super().captured_anew(change)
+        return super().request_with(change)
 
 
 @source("program", "command", prepared_by="e2e.sources.user_program:prepare")
@@ -533,7 +533,7 @@ class ShardedTables(Request, HostOptions, ComputeOptions, ClusterOptions):
         if self.model != "dlrm":
             raise InputError("--sharding and --config are for --model dlrm")
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
 
 
@@ -555,9 +555,9 @@ def request_of(options: Mapping[str, Any]) -> Request:
     Raises ``InputError`` for an option that the selected source does not have, and for a missing one.
     """
     known = all_options()
-    read = {name: known[name].taken(value) for name, value in options.items()}
-    given = {name: value for name, value in read.items() if known[name].asks(value)}
-    record = chosen(given)
+    read = {name: known[name].convert(value) for name, value in options.items()}
+    given = {name: value for name, value in read.items() if known[name].is_given(value)}
+    record = choose_source(given)
     if record is None:
         raise InputError(f"{_one_of(known)} (--trace may go with --kineto)")
     own = options_of(record)
@@ -570,9 +570,9 @@ def request_of(options: Mapping[str, Any]) -> Request:
     return record(**{name: value for name, value in given.items() if name in own})
 
 
-def chosen(given: Mapping[str, Any]) -> type[Request] | None:
+def choose_source(given: Mapping[str, Any]) -> type[Request] | None:
     """Return the source selected by the options ``given``: the last registered one among the matches, or ``None``."""
-    found = [each for each in SOURCES if each.is_meant(given)]
+    found = [each for each in SOURCES if each.is_selected(given)]
     return found[-1] if found else None
 
 
@@ -590,12 +590,12 @@ def _refusal(record: type[Request], refused: OptionField, given: Collection[Opti
     if refused.words.source:
         saying = [each.flag for each in given if each.words.source or (each.name,) in record.chosen_by]
         return f"{_one_of(all_options())}, got {' and '.join(saying)}"
-    others = ", ".join(f"{each.title} ({spelled(each)})" for each in sources_with(refused.name))
+    others = ", ".join(f"{each.title} ({source_flags(each)})" for each in sources_with(refused.name))
     reason = f": {record.reason}" if record.reason else ""
     return f"{refused.flag} is no option of {record.with_article()}{reason}; leave it out (it is for: {others})"
 
 
-def spelled(record: type[Request]) -> str:
+def source_flags(record: type[Request]) -> str:
     """Format the options that select ``record``, as on a command line."""
     known = options_of(record)
     return " ".join(known[name].flag for name in record.chosen_by[0])

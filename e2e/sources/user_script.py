@@ -20,8 +20,8 @@ from e2e.sources.prepared_step import (
     cluster_of,
     on_machine,
     placed_values,
-    setting_of,
     step_options,
+    step_setting,
 )
 from e2e.sources.requests import Program, Script, ScriptJob
 from e2e.step.operator_trace import OperatorTrace, has_own_samples
@@ -95,7 +95,7 @@ def step_of_ranks(
     lowered = lower_ranks(traces, captured.multiplicity, captured.source, options, machine.chip().architecture)
     return PreparedStep(
         lowered.graph,
-        setting_of(request, machine, options),
+        step_setting(request, machine, options),
         cluster,
         lowered.memory,
         [*lowered.warnings, *warnings, *assumptions(traces)],

@@ -13,7 +13,15 @@ from typing import Any
 
 from costmodel.base.errors import ProjectError
 from costmodel.machines.cluster import load_gpu
-from e2e.explain.prediction import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, Prediction, ranked
+from e2e.explain.prediction import (
+    TOGETHER,
+    WORTH_TELLING,
+    Advice,
+    Alternative,
+    LargestBatch,
+    Prediction,
+    sort_alternatives,
+)
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources.predict_request import predict_request
@@ -306,7 +314,7 @@ def advise(request: Request, answer: PredictionResult, say: Say) -> PredictionRe
 
     Ctrl-C stops the search and keeps its results so far.
     """
-    request = request.settled()
+    request = request.with_defaults()
     if isinstance(request, Recording):
         stopped = "a recorded run has its settings; only --retarget changes anything"
         return _advised(answer, Advice((), stopped=stopped))
@@ -344,7 +352,7 @@ class _Advisor:
             stopped = _STOPPED
         done = {each.change for each in self.alternatives}
         left = [each.change for each in changes if each.change not in done]
-        return Advice(ranked(self.alternatives), self.largest, left, stopped)
+        return Advice(sort_alternatives(self.alternatives), self.largest, left, stopped)
 
     def _late(self) -> bool:
         return time.monotonic() - self.begun > SECONDS
@@ -425,7 +433,7 @@ class _Advisor:
         by_text = {each.change: each for each in changes}
         helping: dict[str, Change] = {}
         others: dict[str, Change] = {}
-        for alternative in ranked(self.alternatives):
+        for alternative in sort_alternatives(self.alternatives):
             change = by_text[alternative.change]
             if change.kind != "batch" and not alternative.problem:
                 # Each --parallel change is relative to the requested spec, so only one can be chosen.

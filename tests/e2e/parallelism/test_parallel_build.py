@@ -13,7 +13,7 @@ import pytest
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.machines.cluster import single_gpu
 from costmodel.machines.machine_file import load_machine
-from e2e.explain.predictor import Setting, predict
+from e2e.explain.predictor import Setting, predict_graph
 from e2e.lowering.lower_trace import lower_step
 from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.rewrites import Condenser
@@ -67,9 +67,9 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     setting = Setting(load_machine("h100-sxm"), load_overheads())
     lowered = lower_step(trace, StepOptions(compile=setting.compiled))
     cluster = single_gpu(setting.machine)
-    alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
+    alone = predict_graph(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")
-    spread_out = predict(built.graph, setting, cluster).prediction
+    spread_out = predict_graph(built.graph, setting, cluster).prediction
     assert spread_out.kernels == alone.kernels
     assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
     assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)
@@ -327,7 +327,7 @@ def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
 
 def seconds_of(built: ParallelGraph) -> float:
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    return predict(built.graph, setting, single_gpu(setting.machine)).prediction.gpu_active_seconds
+    return predict_graph(built.graph, setting, single_gpu(setting.machine)).prediction.gpu_active_seconds
 
 
 def test_compiled_layers_have_fewer_kernels_the_same_gradients_and_keep_less(llama: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
 from e2e.explain.prediction import Prediction
-from e2e.explain.predictor import Setting, predict
+from e2e.explain.predictor import Setting, predict_graph
 from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.price.host_overheads import load_overheads
@@ -54,7 +54,7 @@ def predicted(built: Built, gpu: str, spread: float | None = None) -> tuple[Pred
     setting = Setting(load_machine(gpu), load_overheads())
     gpus = sum(built[0].graph.multiplicity.values())
     whole, condensed = (
-        predict(each.graph, setting, load_cluster(gpu, gpus), each.memory, speed_spread=spread).prediction
+        predict_graph(each.graph, setting, load_cluster(gpu, gpus), each.memory, speed_spread=spread).prediction
         for each in built
     )
     return whole, condensed
