@@ -1,7 +1,7 @@
 """``FuseConvPairs``: a TVM pass that fuses pairs of convolutions into one kernel each.
 
 The decision is made by the analyzer (by the roofline of a machine) or, with a database of tuning records, by
-measurements. Documented in ``docs/relax-pass.md``.
+measurements. Documented in ``docs/tutorials/tvm-pipeline.md``.
 """
 
 from __future__ import annotations
