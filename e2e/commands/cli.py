@@ -51,7 +51,7 @@ app.command("shard")(guarded()(shard_command))
 @app.command("doctor")
 @guarded()
 def doctor(as_json: JsonOption = False) -> None:
-    """Looks whether all that predictions need is here; status 1, and what to do, where something is broken."""
+    """Check the installation; status 1, and what to do, if something is broken."""
     from e2e.commands.doctor import doctor_command
 
     doctor_command(as_json)

@@ -20,7 +20,7 @@ PriceOption = Annotated[
     str | None,
     typer.Option(
         rich_help_panel=ANSWER_PANEL,
-        help="Dollars per GPU and hour, or a YAML file of prices by GPU: adds what a step costs.",
+        help="Price in dollars per GPU and hour, or a YAML file of prices: adds the cost.",
     ),
 ]
 AdviceOption = Annotated[
@@ -33,7 +33,7 @@ AdviceOption = Annotated[
 ]
 TimelineOption = Annotated[
     Path | None,
-    typer.Option(rich_help_panel=ANSWER_PANEL, help="Write a Chrome/Perfetto trace (.json or .json.gz)."),
+    typer.Option(rich_help_panel=ANSWER_PANEL, help="Write the timeline for ui.perfetto.dev (.json or .json.gz)."),
 ]
 ReportOption = Annotated[
     Path | None, typer.Option(rich_help_panel=ANSWER_PANEL, help="Write a self-contained HTML report.")
@@ -124,7 +124,7 @@ def predict_command(
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
-    """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
+    """Predict one steady step of a model, program, script or recording, on one GPU or many."""
     import e2e.sources.predict_request  # noqa: F401 (libraries are loaded before their objects are spared)
     from costmodel.base.process import old_objects_spared
     from e2e.commands.e2e_api import predict

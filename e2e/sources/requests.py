@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
     from e2e.whatif.questions import Change
 
-SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
+SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My program or script", "My trace", "My tables"
 ANSWER_PANEL = "The answer"
 TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
 
@@ -83,16 +83,14 @@ class Request(Options):
     single_operators: ClassVar[bool] = True
 
     what_if: tuple[WhatIf, ...] = option(
-        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, batch-embeddings, fuse:REGEX; with + "
-        "several at once. Repeatable: each alone, and all together.",
+        "Ask about the step with a change: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, "
+        "batch-embeddings, fuse:REGEX; several at once with +. Repeatable: each alone, and all together.",
         default=(),
         several=True,
         read=_questions,
         write=lambda questions: " ".join(each.text for each in questions),
     )
-    cuda_graph: bool = option(
-        "The step is replayed as one CUDA graph.", default=False, default_text="no", panel=STEP_PANEL
-    )
+    cuda_graph: bool = option("Replay the step as one CUDA graph.", default=False, default_text="no", panel=STEP_PANEL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,8 +164,8 @@ class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
     panel = MODEL_PANEL
 
     model: str | None = option(
-        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); the error of an "
-        "unknown name lists them, and so does docs/models.md.",
+        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); docs/models.md "
+        "lists all.",
         default=None,
         source=True,
         kw_only=False,
@@ -288,7 +286,8 @@ class SpreadModel(_Modelled, ClusterOptions):
     single_operators = False
 
     parallel: ParallelSpec | None = option(
-        "How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ...",
+        "How the model is spread over GPUs, such as dp=8, fsdp=8 or tp=4,pp=2,micro-batches=8; "
+        "docs/parallel.md has all keys.",
         default=None,
         write=text_of,
     )
@@ -357,7 +356,7 @@ class _Scripted(Request, HostOptions, LinearAttentionOptions, CaptureOptions):
     panel = SCRIPT_PANEL
 
     script: StepFunction = option(
-        "FILE.py:FUNCTION that returns (module, step).",
+        "Function of a script that returns (module, step): FILE.py:FUNCTION.",
         source=True,
         write=script_name,
         kw_only=False,
@@ -406,7 +405,9 @@ class ScriptJob(_Scripted, ClusterOptions):
 
     gpus: int = option(GPUS_HELP, least=1)
     ranks: tuple[int, ...] = option(
-        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
+        "Ranks to capture, such as 0,7, where ranks differ in a way that a capture does not see.",
+        default=(),
+        read=parse_ranks,
     )
     # MiB of a gradient bucket, if a what-if question changes the script's own.
     bucket_mb: float | None = None
@@ -427,15 +428,15 @@ class Program(Request, HostOptions, OperatorOptions, ClusterOptions):
     buckets = True
 
     command: tuple[str, ...] = option(
-        "Command that starts the program; on a command line its words follow --, at the end.",
+        "Program to run as it is: put its command at the end of the line, after --.",
         several=True,
         source=True,
         kw_only=False,
     )
     data: Literal["real", "synthetic"] = option(
-        "synthetic: data of the program that are not there are made up.", default="real", default_text="real"
+        "synthetic: make up data of the program that are missing here.", default="real", default_text="real"
     )
-    folder: Path | None = option("Folder in which the command is started; default: this one.", default=None)
+    folder: Path | None = option("Folder in which the program is started; default: this one.", default=None)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
@@ -494,15 +495,15 @@ class Recording(_Recorded, NodesOptions):
     reason = "a recorded run is as it was"
 
     kineto: tuple[str, ...] = option(
-        "Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
-        "kernels are used.",
+        "PyTorch profiles of a run, one per rank: several files or patterns. Its kernel and host times are "
+        "used; --trace of the same run may be added.",
         several=True,
         source=True,
         kw_only=False,
     )
     traces: tuple[str, ...] = option(TRACES_HELP, default=(), flag="--trace", several=True, source=True)
     gpu: str | None = option(GPU_HELP, default=None, read=os.fspath)
-    retarget: str | None = option("GPU (or cluster) to move a recorded run to.", default=None, read=os.fspath)
+    retarget: str | None = option("GPU or cluster to which the recorded run is moved.", default=None, read=os.fspath)
 
     def check(self) -> None:
         super().check()
@@ -524,8 +525,12 @@ class ShardedTables(Request, HostOptions, ComputeOptions, ClusterOptions):
     reason = "it is a training step of DLRM, spread as its plan says"
     single_operators = False
 
-    tables: Path = option("tables.yaml of --model dlrm.", flag="--config", kw_only=False)
-    sharding: Path = option("plan.json that places the tables of --config (`python -m e2e shard` makes one).")
+    tables: Path = option(
+        "File of the embedding tables and the dense part (tables.yaml), with --model dlrm.",
+        flag="--config",
+        kw_only=False,
+    )
+    sharding: Path = option("Placement of the tables of --config (plan.json of `python -m e2e shard`).")
     gpus: int = option(GPUS_HELP, least=1)
     model: str = option("dlrm, which it is.", default="dlrm", source=True)
 

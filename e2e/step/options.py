@@ -180,13 +180,10 @@ def parse_routing(text: str) -> ExpertRouting:
 MODEL_PANEL = "My model on N GPUs"
 STEP_PANEL, MACHINE_PANEL = "The step", "The machine"
 GPU_HELP = (
-    "Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU it ran on, "
-    "if its profile does not tell."
+    "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file. For a recorded run the GPU "
+    "it ran on, if its profile does not say."
 )
-GPUS_HELP = (
-    "GPUs of the whole job; a transformer of --model or --model-config is spread as --parallel says, without it in the "
-    "way that is predicted to be fastest."
-)
+GPUS_HELP = "GPUs of the job; without --parallel a transformer is spread in the way predicted to be fastest."
 
 
 def _routing(value: str | ExpertRouting) -> ExpertRouting:
@@ -199,9 +196,11 @@ class OperatorOptions(Options):
 
     panel = STEP_PANEL
 
-    compile: bool = option("Forward and backward by torch.compile.", default=False, default_text="no (eager)")
+    compile: bool = option(
+        "Compile the forward and backward passes (torch.compile).", default=False, default_text="no (eager)"
+    )
     routing: ExpertRouting = option(
-        "How experts share tokens: balanced, power-law=1.2, capacity=1.25, or both with a comma.",
+        "Distribution of tokens over experts: balanced, power-law=1.2, capacity=1.25, or both with a comma.",
         default=BALANCED,
         read=_routing,
         write=routing_text,
@@ -215,18 +214,18 @@ class ComputeOptions(Options):
     panel = STEP_PANEL
 
     batch_size: int | None = option(
-        "Samples per GPU and micro-batch; default: 1, of --script and --sharding their own.", default=None, least=1
+        "Samples per GPU and micro-batch; default: 1, or the script's or plan's own.", default=None, least=1
     )
     dtype: Dtype | None = option(
-        "Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
-        "weights and states, of others than transformers float32. Autocast over FP32 weights (AMP): by a --script.",
+        "Number type of the model. Default: bfloat16 (float16 on GPUs without it) with FP32 master weights "
+        "for transformers, float32 for other models. Autocast (AMP) is for --script.",
         default=None,
         instead=instead_of,
         default_text="float32 (TF32 off)",
     )
     optimizer: OptimizerForm | None = option(
-        "How parameters are updated where the model leaves it open: tensor lists operation by operation (foreach) "
-        "or in one kernel (fused); default: foreach, as PyTorch does, or what --stack does.",
+        "Optimizer where the model leaves it open: a kernel per operation (foreach) or one for all (fused); "
+        "default: foreach, or as --stack does.",
         default=None,
     )
 
@@ -238,16 +237,17 @@ class CaptureOptions(OperatorOptions, ComputeOptions):
     panel = STEP_PANEL
 
     sequence_length: int | None = option(
-        "Tokens; default: the model's maximum, 4096 at most; of --script its own.", default=None, least=1
+        "Tokens of a sequence; default: the model's maximum, at most 4096, or the script's own.", default=None, least=1
     )
     mode: Mode = option(
-        "What one step does; inference is one forward pass over all tokens (see --cache-length).",
+        "Training step, the same without its optimizer, or one forward pass over all tokens (inference; see "
+        "--cache-length).",
         default="train",
         default_text="train (forward, backward, optimizer)",
     )
     attention: AttentionForm | None = option(
-        "flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax "
-        "apart. Default: flash where the model has it, or what --recipe says.",
+        "Attention kernel: flash is what PyTorch selects on the GPU; eager and math are separate products and "
+        "softmax. Default: flash where the model has it, or as --recipe says.",
         default=None,
     )
 
@@ -259,8 +259,8 @@ class LinearAttentionOptions(Options):
     panel = STEP_PANEL
 
     linear_attention: LinearAttentionForm | None = option(
-        "Mamba and gated delta rules of Transformers: by the fused kernels of mamba_ssm, causal_conv1d and "
-        "flash-linear-attention, or in single operators; default: fused where these are installed.",
+        "Mamba and gated delta rules: fused kernels (mamba_ssm, causal_conv1d, flash-linear-attention) or "
+        "single operators; default: fused where these are installed.",
         default=None,
     )
 
@@ -272,29 +272,28 @@ class StackOptions(Options):
     panel = MODEL_PANEL
 
     recipe: str | None = option(
-        "How it is trained, in one word: plain, hf-trainer, torchtitan, megatron, llm-foundry, deepspeed, "
-        "pure-bf16 (vllm: inference). Says what is not asked for of --stack, --dtype, --attention and of --parallel; "
-        "default: plain.",
+        "Way to train: plain (default), hf-trainer, torchtitan, megatron, llm-foundry, deepspeed, pure-bf16; "
+        "vllm for inference. Sets what is not given of --stack, --dtype, --attention and --parallel.",
         default=None,
     )
     stack: str | None = option(
-        "Whose kernels a transformer has: huggingface, torchtitan, megatron, megatron-lm, te, liger, llm-foundry; "
-        "default: what --recipe says.",
+        "Kernels of a transformer: huggingface, torchtitan, megatron, megatron-lm, te, liger, llm-foundry; "
+        "default: those of --recipe.",
         default=None,
     )
     precision: Precision | None = option(
-        "Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.",
+        "Train linear layers in 8 bits by this recipe, with --dtype bfloat16.",
         default=None,
         instead=instead_of,
     )
     moe: MixtureForm = option(
-        "Experts: fused permutation and grouped products (grouped), or as the library writes them.", default="grouped"
+        "Expert layers: fused permutation and grouped products, or the code of Hugging Face.", default="grouped"
     )
     lora: int | None = option(
-        "Rank of adapters of queries, keys and values; weights are frozen.", default=None, least=1
+        "Train adapters of this rank on queries, keys and values; other weights are frozen.", default=None, least=1
     )
     document_length: int | None = option(
-        "Tokens of each document of which sequences are packed; it sees itself alone.", default=None, least=1
+        "Tokens of each document packed into a sequence; attention stays within a document.", default=None, least=1
     )
 
 
@@ -305,12 +304,12 @@ class SingleGpuOptions(Options):
     panel = MODEL_PANEL
 
     cache_length: int | None = option(
-        "Tokens of each sequence that lie in a cache: the step decodes those of --sequence-length (1).",
+        "Decode --sequence-length tokens (default: 1) behind a cache of this many tokens.",
         default=None,
         least=1,
     )
     layout: MemoryLayout = option(
-        "How the images of a built-in model lie in memory: NCHW or NHWC.", default="contiguous"
+        "Memory layout of images: NCHW (contiguous) or NHWC (channels-last).", default="contiguous"
     )
 
 
@@ -321,8 +320,8 @@ class HostOptions(Options):
     panel = MACHINE_PANEL
 
     overheads: Path | None = option(
-        "Table of host overheads, a known host, or profiles of the very job (a file, pattern or archive); "
-        "default: by the GPU's generation.",
+        "Host overheads: a known host, a table, or profiles of the very job (a file, pattern or archive); "
+        "default: a host of the GPU's generation.",
         default=None,
         default_text="hosts of the GPU's generation",
     )
@@ -349,7 +348,7 @@ class NodesOptions(Options):
 
     panel = MACHINE_PANEL
 
-    nodes: int | None = option("Nodes over which they are spread.", default=None, least=1, harmless=1)
+    nodes: int | None = option("Nodes of the job.", default=None, least=1, harmless=1)
     network: str | None = option(
         "Network between nodes, NAME:N for N cards per node; default: the cluster's own.", default=None
     )
@@ -363,8 +362,8 @@ class ClusterOptions(NodesOptions, GpuOptions):
 
     gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
     speed_spread: float | None = option(
-        "Standard deviation of the GPUs' speeds, such as 0.02; 0: all alike. Default: all as slow as the slowest of a "
-        "band that is fitted to published steps.",
+        "Standard deviation of the GPUs' speeds, such as 0.02; 0: equal GPUs. Default: a band fitted to "
+        "published training steps.",
         default=None,
         read=_spread,
     )

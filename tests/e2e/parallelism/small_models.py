@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph, parse_parallel
 from e2e.step.options import StepOptions
 
 _FOLDER = TemporaryDirectory(prefix="small-models-")
@@ -17,4 +17,4 @@ def spread_model(config: dict[str, Any], text: str, step: StepOptions, **more: A
     """Build the step of the model of ``config`` in the layout ``text`` of ``--parallel``."""
     path = Path(_FOLDER.name) / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    return build(path, parse_parallel(text), step, captures=path.parent / "captures", **more)
+    return build_parallel_graph(path, parse_parallel(text), step, captures=path.parent / "captures", **more)

@@ -15,7 +15,7 @@ from costmodel.machines.cluster import single_gpu
 from costmodel.machines.machine_file import load_machine
 from e2e.explain.predictor import Setting, predict_graph
 from e2e.lowering.lower_trace import lower_step
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph, parse_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
@@ -48,7 +48,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def spread(model: Path, text: str, step: StepOptions = STEP) -> ParallelGraph:
-    return build(model, parse_parallel(text), step, captures=model.parent / "captures")
+    return build_parallel_graph(model, parse_parallel(text), step, captures=model.parent / "captures")
 
 
 def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tuple[str, int]]:
@@ -230,7 +230,7 @@ def test_runs_are_longer_where_there_are_more_kernels(gpt: Path, monkeypatch: py
     def runs(limit: int) -> int:
         monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", limit)
         condenser = Condenser(load_overheads(), kernels=2)
-        built = build(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
+        built = build_parallel_graph(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
         return len(built.graph.ranks[0].tasks)
 
     counts = [runs(limit) for limit in (10**6, 1500, 750, 375, 188)]
@@ -316,13 +316,13 @@ def test_heads_of_keys_must_divide(llama: Path) -> None:
 
 def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no transformer"):
-        build("resnet-50", parse_parallel("dp=2"))
+        build_parallel_graph("resnet-50", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="is not known; nearest"):
-        build("gpt9", parse_parallel("dp=2"))
+        build_parallel_graph("gpt9", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="not alike"):
-        build("switch-base-8", parse_parallel("dp=2"))
+        build_parallel_graph("switch-base-8", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="--dtype bfloat16 or float16"):
-        build("gpt2", parse_parallel("dp=2,master-weights=yes"))
+        build_parallel_graph("gpt2", parse_parallel("dp=2,master-weights=yes"))
 
 
 def seconds_of(built: ParallelGraph) -> float:

@@ -136,7 +136,7 @@ def test_the_help_says_for_which_sources_an_option_is():
         note("gpus") == note("speed_spread") == " (Not for: recorded run.)"
     )  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
-    places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
+    places = [shown.index(each) for each in ("My model on N GPUs", "My program or script", "My trace", "My tables")]
     assert places == sorted(places) and "(Not for: program, execution trace, recorded run.)" in shown
 
 
@@ -162,7 +162,7 @@ from dataclasses import dataclass
 
 from costmodel.operators.device_work import MemoryCopy
 from costmodel.machines.cluster import load_gpu, single_gpu
-from e2e.sources.prepared_step import PreparedStep, setting_of
+from e2e.sources.prepared_step import PreparedStep, step_setting
 from e2e.sources.requests import Request, source
 from e2e.step.execution_graph import ExecutionGraph, RankWriter, Task
 from e2e.step.option_fields import option
@@ -183,7 +183,7 @@ class Copy(Request, GpuOptions):
         work = MemoryCopy(self.copy * 2**20, "d2d")
         rank.unit(Task(rank.next_task, "copy", "kernel", 0, (work,), call=rank.call("copy", "forward")))
         graph = ExecutionGraph((rank.finish(),), source="toy")
-        return PreparedStep(graph, setting_of(self, cluster.machine), cluster, {})
+        return PreparedStep(graph, step_setting(self, cluster.machine), cluster, {})
 '''
 
 

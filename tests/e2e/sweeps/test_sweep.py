@@ -279,7 +279,7 @@ def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
         kernels.append(sum(len(rank.tasks) for rank in step.graph.ranks))
         return run_step(step)
 
-    monkeypatch.setattr("e2e.sweeps.sweep_results.run", counted)
+    monkeypatch.setattr("e2e.sweeps.sweep_results.run_step", counted)
     cell = task(tiny, "pp=2,dp=2,micro-batches=8")
     plain = evaluate(cell)
     monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
