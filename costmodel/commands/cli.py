@@ -59,7 +59,7 @@ def _row(name: str, path: Path, kind: str) -> dict[str, str]:
     return {"name": name, "kind": kind, "description": description, "file": str(path)}
 
 
-def described(name_or_path: str) -> dict[str, Any] | None:
+def cluster_record(name_or_path: str) -> dict[str, Any] | None:
     """Record of the cluster or network named ``name_or_path``, or of a cluster file; ``None`` for anything else."""
     if name_or_path in network_files():
         return _record(find_network(name_or_path), "network")
@@ -94,7 +94,7 @@ def machines_command(
 ) -> None:
     """List the machines, clusters and networks known by name, or show one."""
     if name is not None:
-        cluster = described(name)
+        cluster = cluster_record(name)
         if cluster is None:
             _show_machine(load_machine(name), as_json)
         else:

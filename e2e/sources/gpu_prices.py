@@ -22,7 +22,7 @@ from pydantic import Field
 
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import load_gpu
-from costmodel.machines.record_file import StrictModel, read_mapping, to_record
+from costmodel.machines.record_file import StrictModel, convert_record, read_mapping
 from e2e.explain.utilisation import GpuPrice, cost_of
 from e2e.sources.requests import Request
 
@@ -63,7 +63,7 @@ def read_prices(text: str) -> GpuPrices:
         return GpuPrices({"": GpuPrice(_number(text), "USD", "given on the command line")})
     path = Path(text)
     otherwise = "expected date, origin and per_gpu_hour (docs/utilisation.md)"
-    file = to_record(read_mapping(path, InputError, otherwise), _PriceFile, path, InputError)
+    file = convert_record(read_mapping(path, InputError, otherwise), _PriceFile, path, InputError)
     day = file.date.isoformat()
     return GpuPrices(
         {name: GpuPrice(price, file.currency, file.origin, day) for name, price in file.per_gpu_hour.items()}, text

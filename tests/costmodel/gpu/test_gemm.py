@@ -13,7 +13,7 @@ from costmodel.gpu.families.gemm import (
     TensorGemm,
     Tile,
     analyse_products,
-    choose,
+    choose_rows,
     gemm_family,
     simt_tiles,
     tile_times,
@@ -106,7 +106,7 @@ def test_later_architectures_run_the_tiles_of_ampere():
 
 def test_choose_takes_row_by_row():
     yes, no = np.array([1.0, 2.0]), np.array([3.0, 4.0])
-    seconds, terms_, features = choose(
+    seconds, terms_, features = choose_rows(
         np.array([True, False]), (yes, {"a": yes}, {"f": yes}), (no, {"a": no}, {"f": no})
     )
     assert seconds.tolist() == terms_["a"].tolist() == features["f"].tolist() == [1, 4]
