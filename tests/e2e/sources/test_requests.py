@@ -63,8 +63,8 @@ def test_options_choose_a_record(options, record):
     ("options", "message"),
     [
         ({}, "give exactly one of --model, --model-config, --script, --command, --trace and --kineto"),
-        ({"model": "gpt2", "gpu": None}, "give --gpu: Machine or cluster"),
-        ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: plan.json"),
+        ({"model": "gpt2", "gpu": None}, "give --gpu: GPU or cluster"),
+        ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: Placement"),
         # Of what is computed one alone.
         ({"model": "gpt2", "script": "t.py:f"}, "got --model and --script"),
         ({"traces": "a", "model": "gpt2"}, "got --model and --trace"),
