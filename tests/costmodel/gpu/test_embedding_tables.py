@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.embedding_tables import EmbeddingTable, load_statistics, load_tables, read_table_file
+from costmodel.gpu.embedding_tables import EmbeddingTable, load_statistics, read_table_file
 from costmodel.gpu.families.lookups import LookupKernels
 from costmodel.gpu.fitted import Fitted, write_fitted
 from costmodel.gpu.table_costs import table_seconds
@@ -76,7 +76,7 @@ def test_the_file_lists_tables_with_defaults_counts_and_statistics(tmp_path):
     np.savez(tmp_path / "batches.npz", **{"page.indices": np.arange(60) % 7, "page.rows": 190})
     path = tmp_path / "tables.yaml"
     path.write_text(FILE)
-    user, history, item, other, page = load_tables(path)
+    user, history, item, other, page = read_table_file(path).tables
     assert (user.dim, user.pooling, user.optimizer, user.statistics) == (128, 1.5, "rowwise_adagrad", None)
     assert (history.dim, history.pooling, history.dtype, history.statistics) == (64, 20.0, "float16", zipf(500, 1.05))
     assert (item.name, other.name, other.dtype) == ("item_0", "item_1", "float32")
@@ -109,7 +109,7 @@ def test_mistakes_are_one_line_that_names_file_and_key(tmp_path, old, new, words
     path = tmp_path / "tables.yaml"
     path.write_text(FILE.replace(old, new, 1))
     with pytest.raises(InputError, match=words) as caught:
-        load_tables(path)
+        read_table_file(path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 

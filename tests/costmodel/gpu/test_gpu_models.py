@@ -10,7 +10,7 @@ import pytest
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.cost_model import Measurement
 from costmodel.gpu import fitted, gpu_cost_model
-from costmodel.gpu.fitted import all_fitted, packaged_machine, residuals_for, transfer
+from costmodel.gpu.fitted import all_fitted, level_transfer, packaged_machine, residuals_for
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
@@ -223,7 +223,7 @@ def test_shipped_models_have_provenance_and_stay_small():
         assert all(file["rows"] > 0 and len(file["sha256"]) == 64 for file in named.values()) and named
         assert all(residual.rows > 100 for residual in each.families.values())
         assert all(adaptation.points >= 3 for adaptation in each.adaptations.values())
-    assert set(transfer().levels["gemm"]) == {"open", "power-limited"}
+    assert set(level_transfer().levels["gemm"]) == {"open", "power-limited"}
 
 
 def test_relatives_share_architecture_and_power_class():

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from costmodel.machines.cluster import single_gpu
-from e2e.explain.predictor import RecordedSite, explain_once, predict
+from e2e.explain.predictor import RecordedSite, explain_once, predict_graph
 from e2e.lowering.lower_trace import lower_step
-from e2e.report.tables import launches
+from e2e.report.tables import launches_text
 from e2e.step.memory import MemoryUsage
 from e2e.step.options import StepOptions
 from tests.e2e.drawn_graphs import Drawing, together
@@ -37,8 +37,8 @@ def test_a_host_bound_step_takes_the_sum_of_its_overheads():
     assert prediction.host_bound_fraction > 0.99
     replayed = predict_step(step(), setting(kernel=1e-3, host=1.0, cuda_graph=True)).prediction
     assert replayed.iteration_seconds == pytest.approx(1.0, rel=1e-2)
-    assert launches(prediction) == "4 in 4 operator calls"
-    assert launches(replayed) == "1 of a CUDA graph of 4, captured from 4 operator calls"
+    assert launches_text(prediction) == "4 in 4 operator calls"
+    assert launches_text(replayed) == "1 of a CUDA graph of 4, captured from 4 operator calls"
 
 
 def test_an_unknown_operator_is_counted_and_named():
@@ -78,7 +78,7 @@ def test_a_gpu_without_links_is_predicted_by_itself():
     alone = replace(GPU, links=())
     chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
     lowered = lower_step(step(), StepOptions(compile=chosen.compiled))
-    prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
+    prediction = predict_graph(lowered.graph, chosen, single_gpu(alone)).prediction
     assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
     assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph, parse_parallel
 from e2e.step.options import StepOptions
 
 _FOLDER = TemporaryDirectory(prefix="small-models-")
@@ -23,4 +23,4 @@ def spread_model(config: dict[str, Any], text: str, step: StepOptions, **more: A
 def _spread_model(config: str, text: str, step: StepOptions, **more: Any) -> ParallelGraph:
     path = Path(_FOLDER.name) / "config.json"
     path.write_text(config, encoding="utf-8")
-    return build(path, parse_parallel(text), step, captures=path.parent / "captures", **more)
+    return build_parallel_graph(path, parse_parallel(text), step, captures=path.parent / "captures", **more)

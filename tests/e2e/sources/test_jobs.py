@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.known_requests import request_of
 from e2e.sources.predict_request import predict_request
+from e2e.sources.requests import request_of
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from lab.validate.sections import Asked, run_sections
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.request import SOURCES
+from e2e.sources.requests import SOURCES
 from tests.e2e.recorded_traces import DLRM, DLRM_ET, recorded
 
 SCRIPT = """

@@ -418,7 +418,7 @@ def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
         raise RuntimeError("Stack trace:\n  File 'x.cc'\nInternalError: CodeGenVM cannot handle relax.nonzero\n")
 
     monkeypatch.setattr("fusion.tuning.job.TuningJob.measure", lambda *arguments: pytest.fail("was tuned"))
-    monkeypatch.setattr("fusion.relax.machine_code.build", fail)
+    monkeypatch.setattr("fusion.relax.machine_code.build_executable", fail)
     words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2

@@ -116,7 +116,7 @@ def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(timing, "Worker", Watched)
-    monkeypatch.setattr(compare, "measure", interrupted)
+    monkeypatch.setattr(compare, "measure_engines", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare_command(tiny_build.directory, ["slow"])
     assert len(started) == 3  # the reference, tuned, slow

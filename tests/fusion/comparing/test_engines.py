@@ -16,7 +16,7 @@ from costmodel.base.errors import InputError
 from fusion.comparing import engine
 from fusion.comparing.engine import ENGINES, EngineSpec, EngineWorkload, Unavailable, select_engines
 from fusion.comparing.engine_worker import EngineFailed, Worker
-from fusion.model.build_folder import Artifact, TensorInfo, digest
+from fusion.model.build_folder import Artifact, TensorInfo, file_digest
 from fusion.model.named_arrays import random_arrays
 
 onnx = pytest.importorskip("onnx")
@@ -40,7 +40,7 @@ def workload_of(model: Path, build: Path, threads: int = 2) -> EngineWorkload:
         )
 
     inputs, outputs = infos(loaded.graph.input, 2), infos(loaded.graph.output, 2)
-    return EngineWorkload(model, digest(model), inputs, outputs, threads, build, build / "cache")
+    return EngineWorkload(model, file_digest(model), inputs, outputs, threads, build, build / "cache")
 
 
 @pytest.fixture

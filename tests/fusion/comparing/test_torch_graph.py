@@ -19,7 +19,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fusion.comparing.engine import Unavailable
-from fusion.comparing.torch_graph import convert, fold_batch_norms
+from fusion.comparing.torch_graph import convert_to_torch, fold_batch_norms
 
 IMAGE = (1, 4, 7, 9)
 
@@ -51,7 +51,7 @@ def check(path: Path, shape: tuple, fold: bool = False) -> torch.fx.GraphModule:
     x = constant(*shape, seed=0)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     expected = session.run(None, {"x": x})
-    module = convert(path, {"x": x}, [output.name for output in session.get_outputs()])
+    module = convert_to_torch(path, {"x": x}, [output.name for output in session.get_outputs()])
     module = fold_batch_norms(module) if fold else module
     with torch.no_grad():
         actual = module(torch.from_numpy(x))
@@ -266,7 +266,7 @@ def test_inputs_and_outputs_are_in_the_order_asked_for(tmp_path: Path):
     graph = helper.make_graph(nodes, "g", ends[:2], ends[2:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), tmp_path / "m.onnx")
     examples = {"b": np.array([1, 2], np.float32), "a": np.array([5, 5], np.float32)}
-    module = convert(tmp_path / "m.onnx", examples, ["difference", "sum"])
+    module = convert_to_torch(tmp_path / "m.onnx", examples, ["difference", "sum"])
     difference, total = module(*(torch.from_numpy(array) for array in examples.values()))
     assert difference.tolist() == [4, 3] and total.tolist() == [6, 7]
 
@@ -275,7 +275,7 @@ def test_an_unknown_operator_is_named(tmp_path: Path):
     node = helper.make_node("Frobnicate", ["x"], ["y0"], domain="com.example")
     path = save(tmp_path / "m.onnx", [node], IMAGE, {})
     with pytest.raises(Unavailable, match="^onnx2fx .* cannot convert the model to PyTorch: .*Frobnicate.*$"):
-        convert(path, {"x": constant(*IMAGE)}, ["y0"])
+        convert_to_torch(path, {"x": constant(*IMAGE)}, ["y0"])
 
 
 def test_a_shape_that_depends_on_an_input_is_refused(tmp_path: Path):
@@ -285,4 +285,4 @@ def test_a_shape_that_depends_on_an_input_is_refused(tmp_path: Path):
     ]
     path = save(tmp_path / "m.onnx", nodes, (1,), {"c": constant(1)})
     with pytest.raises(Unavailable, match="depends on the values of an input"):
-        convert(path, {"x": np.ones(1, np.float32)}, ["y0"])
+        convert_to_torch(path, {"x": np.ones(1, np.float32)}, ["y0"])

@@ -24,12 +24,12 @@ from fusion.relax.integer_calls import (
     ByteWindow,
     Quantisation,
     addition_factors,
-    averaged,
+    compute_mean,
+    compute_pair,
+    compute_window,
     mean_factors,
-    paired,
     product_factors,
     window_factors,
-    windows_averaged,
 )
 from fusion.relax.kernels import bytes
 from fusion.relax.onnx.importer import import_onnx
@@ -74,7 +74,7 @@ def test_pairs_of_bytes_are_rounded_as_specified(kind, offset):
     given = [replace(quantisation(*each), offset=offset) for each in ((0.031, 131), (0.017, 90), (0.04, 100))]
     result = replace(given[2], low=12, high=250)
     factors = {"add": addition_factors, "multiply": product_factors}[kind](given[0], given[1], result)
-    expected = paired(kind, left, right, factors)
+    expected = compute_pair(kind, left, right, factors)
     assert expected.min() >= 12 and expected.max() <= 250 and len(np.unique(expected)) > 50
     found = called(bytes.pair_kernel(kind, left.size, CPU), left, right, factors, np.zeros_like(left))
     np.testing.assert_array_equal(found, expected)
@@ -87,14 +87,14 @@ def test_a_gate_multiplies_every_pixel_of_its_channel():
     function = bytes.gate_kernel(BytePair("multiply", image.shape, True), CPU)
     blocked = block(image, 16)
     found = unblock(called(function, blocked, block(gate, 16), factors, np.zeros_like(blocked)), 24)
-    np.testing.assert_array_equal(found, paired("multiply", image, np.broadcast_to(gate, image.shape), factors))
+    np.testing.assert_array_equal(found, compute_pair("multiply", image, np.broadcast_to(gate, image.shape), factors))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (3, 6)])
 def test_the_mean_of_pixels(size):
     image = np.random.default_rng(3).integers(0, 256, (2, 20, *size)).astype(np.uint8)
     factors = mean_factors(quantisation(0.03, 120), quantisation(0.02, 110), size[0] * size[1])
-    expected = averaged(image, factors)
+    expected = compute_mean(image, factors)
     blocked = block(image, 16)
     found = called(
         bytes.mean_kernel(ByteMean(image.shape), CPU), blocked, factors, np.zeros((2, 2, 1, 1, 16), np.uint8)
@@ -117,7 +117,7 @@ def test_the_mean_of_windows(window, counts_padding, offset):
     step = ByteWindow(image.shape, *WINDOWS[window], counts_padding)
     given = [replace(quantisation(*each), offset=offset) for each in ((0.0317, 131), (0.0241, 117))]
     factors = window_factors(given[0], replace(given[1], low=12, high=250))
-    expected = windows_averaged(image, step, factors)
+    expected = compute_window(image, step, factors)
     assert len(np.unique(expected)) > 50
     blocked = block(image, 16)
     result = np.zeros((2, 2, *step.result[2:], 16), np.uint8)

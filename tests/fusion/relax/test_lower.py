@@ -18,7 +18,7 @@ from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.channel_moves import channel_move
 from fusion.relax.kernels.layouts import to_blocked, to_plain
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.contract.template import block, unblock
 from schedules.kernels.template_table import template_for
 from tests.case_lists import one_in
@@ -72,7 +72,7 @@ def test_pairs_of_dense_convolutions_are_one_kernel_each():
         result = lower(mod, plan, configs, CPU)
         names = kernel_names(result)
         assert sum(name.startswith(("conv_pointwise", "pointwise_conv")) for name in names) == 3
-        assert_close(build(result, CPU)(*arrays), expected)
+        assert_close(build_executable(result, CPU)(*arrays), expected)
 
 
 @pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -417,7 +417,7 @@ def test_the_original_module_is_not_changed_and_unplanned_nodes_stay():
     assert mod.script() == before
     assert kernel_names(partial)[-2:] == ["relax.nn.conv2d", "relax.add"]
     arrays = inputs_of(mod)
-    assert_close(build(partial, CPU)(*arrays), stock(mod, arrays))
+    assert_close(build_executable(partial, CPU)(*arrays), stock(mod, arrays))
 
 
 def test_a_covered_operator_needs_a_configuration():

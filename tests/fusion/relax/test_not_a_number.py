@@ -13,7 +13,7 @@ from fusion.model.conv_graph import BFLOAT16, cover, find_sites, stored_in
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU
 
@@ -135,7 +135,7 @@ def _built(path, dtype, fused):
         for operator in plan.operators
         if template_for(operator, CPU) is not None
     }
-    return model, build(lower(model.mod, plan, configs, CPU), CPU)
+    return model, build_executable(lower(model.mod, plan, configs, CPU), CPU)
 
 
 def _images(value):

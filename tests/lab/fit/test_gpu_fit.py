@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodel.base.input_files import digest
+from costmodel.base.input_files import content_digest
 from costmodel.commands.cli import main as costmodel_main
-from costmodel.gpu.fitted import all_fitted, transfer
+from costmodel.gpu.fitted import all_fitted, level_transfer
 from costmodel.machines.machine_file import load_machine
 from lab.data.data_folder import data_folder
 from lab.fit.__main__ import main as fit_main
@@ -62,7 +62,7 @@ def test_one_file_per_gpu_with_provenance(models, invented):
     t4 = all_fitted(models)["t4"]
     (named,) = t4.provenance["tables"].items()
     path = invented / "neusight" / "op_latency" / "relu" / "Tesla T4.csv.gz"
-    assert named == (path.relative_to(invented).as_posix(), {"rows": 400, "sha256": digest(path)})
+    assert named == (path.relative_to(invented).as_posix(), {"rows": 400, "sha256": content_digest(path)})
     carried = json.loads((models / "transfer.json").read_text())["provenance"]["tables"]
     assert len(carried) == 3 and named[0] in carried  # every file of the fit
     assert t4.power_limited and t4.architecture == "turing" and set(t4.families) == {"elementwise"}
@@ -85,7 +85,7 @@ def test_what_is_fitted_is_learned_and_a_left_out_gpu_gets_the_others_level(inve
 
 
 def test_levels_weigh_machines_not_rows(invented, models):
-    level = transfer(models).levels["elementwise"]["any"]
+    level = level_transfer(models).levels["elementwise"]["any"]
     assert level.middle == pytest.approx((np.log(1.2) + np.log(1.4)) / 2, abs=0.01)
     assert set(level.machines) == {"t4", "p4"}
 

@@ -12,7 +12,7 @@ from tests.case_lists import one_in
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.cpu_target import CpuTarget
-from schedules.kernels.few_channels import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes, widened
+from schedules.kernels.few_channels import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes, columns_as_channels
 from schedules.kernels.template_table import template_for
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
@@ -86,5 +86,5 @@ def test_where_lanes_are_full_or_columns_share_nothing_it_is_not_covered():
 
 def test_the_wider_convolution_has_fewer_products():
     """For 8 columns of a 5-tap window 12 vectors instead of 40; of 39 taps of two columns 40 instead of 78."""
-    assert widened(conv(1, 8, 9, 264, 1, 5), 8).kernel == (5, 12)
-    assert widened(Conv2d(1, 32, 9, 264, 8, (3, 39), padding=(1, 19, 1, 19)), 2).kernel == (3, 40)
+    assert columns_as_channels(conv(1, 8, 9, 264, 1, 5), 8).kernel == (5, 12)
+    assert columns_as_channels(Conv2d(1, 32, 9, 264, 8, (3, 39), padding=(1, 19, 1, 19)), 2).kernel == (3, 40)
