@@ -131,14 +131,14 @@ def _shared_batch_norm(call: OperatorCall, context: Context) -> list[DeviceWork]
     channels = data.shape[1]
     work: Reduction | Elementwise
     if call.name == "aten::batch_norm_stats":
-        work = Reduction("moments", numel(data), 2 * channels, dtype_of(data))
+        work = Reduction("moments", numel(data), 2 * channels, priced_dtype(data))
     elif call.name == "aten::batch_norm_backward_reduce":
-        work = Reduction("moments", 2 * numel(data), 2 * channels, dtype_of(data))
+        work = Reduction("moments", 2 * numel(data), 2 * channels, priced_dtype(data))
     elif call.name == "aten::batch_norm_gather_stats_with_counts":
         work = Elementwise("batch_norm", numel(tensor_argument(call, 1)), 2, 0, 4 * channels)
     else:
         inputs = 2 if "backward" in call.name else 1
-        work = Elementwise("batch_norm", numel(data), inputs, 1, 4 * channels, dtype_of(data))
+        work = Elementwise("batch_norm", numel(data), inputs, 1, 4 * channels, priced_dtype(data))
     return [DeviceWork(call.name, (work,))]
 
 

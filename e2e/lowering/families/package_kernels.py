@@ -16,10 +16,10 @@ from e2e.lowering.families.work import (
     DeviceWork,
     Lowering,
     UnforeseenCall,
-    dtype_of,
     gpu_inputs,
     gpu_outputs,
     numel,
+    priced_dtype,
     size_bytes,
     tensor_argument,
 )
@@ -65,9 +65,9 @@ def _norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
         residual = call.inputs[1]
         width = size_bytes(data) // max(numel(data), 1)
         others = 2 * size_bytes(residual) // width
-        record: Elementwise | Normalization = Elementwise("norm", numel(data), 1, 1, others, dtype_of(data))
+        record: Elementwise | Normalization = Elementwise("norm", numel(data), 1, 1, others, priced_dtype(data))
     else:
-        record = Normalization(_kind(call), numel(data) // columns, columns, dtype_of(data))
+        record = Normalization(_kind(call), numel(data) // columns, columns, priced_dtype(data))
     return [DeviceWork(f"package::{_kind(call)}", (record,))]
 
 
@@ -77,14 +77,17 @@ def _norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     columns = data.shape[-1]
     name = f"package::{_kind(call)}_backward"
     if isinstance(call.inputs[1], Tensor):
-        record: Elementwise | Normalization = Elementwise("norm", numel(data), 3, 1, 0, dtype_of(data))
+        record: Elementwise | Normalization = Elementwise("norm", numel(data), 3, 1, 0, priced_dtype(data))
     else:
-        record = Normalization(_kind(call), numel(data) // columns, columns, dtype_of(data), "backward")
+        record = Normalization(_kind(call), numel(data) // columns, columns, priced_dtype(data), "backward")
     parameters = [each for value in call.inputs[3:] if isinstance(value, tuple) for each in tensors(value)]
     work = [DeviceWork(name, (record,))]
     if parameters:
         count = len(parameters) * columns
-        work.append(DeviceWork(name, (Reduction("norm_parameters", 2 * numel(data), count, dtype_of(data), False),)))
+        sums = Reduction("norm_parameters", 2 * numel(data), count, priced_dtype(data), False)
+        work.append(DeviceWork(name, (sums,)))
+            DeviceWork(name, (Reduction("norm_parameters", 2 * numel(data), count, priced_dtype(data), False),))
+        )
     return work
 
 
@@ -100,7 +103,7 @@ def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor]) -
     """Return a kernel over the elements of ``main`` that moves all tensors once."""
     width = max(size_bytes(main) // max(numel(main), 1), 1)
     total = sum(size_bytes(each) for each in (*read, *written)) - size_bytes(main)
-    return DeviceWork(name, (Elementwise("fused", numel(main), 0, 1, total // width, dtype_of(main)),))
+    return DeviceWork(name, (Elementwise("fused", numel(main), 0, 1, total // width, priced_dtype(main)),))
 
 
 def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
