@@ -86,8 +86,6 @@ def _norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
         count = len(parameters) * columns
         sums = Reduction("norm_parameters", 2 * numel(data), count, priced_dtype(data), False)
         work.append(DeviceWork(name, (sums,)))
-            DeviceWork(name, (Reduction("norm_parameters", 2 * numel(data), count, priced_dtype(data), False),))
-        )
     return work
 
 
