@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
@@ -524,6 +525,11 @@ class Recorder(TorchDispatchMode):
             self.regions.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
+            if len(self.passes) > 1:
+                raise ModelError(
+                    f"a step has more than {MOST_CALLS:,} operators, in {len(self.passes)} passes so far; let it "
+                    "accumulate fewer: each of them takes as long"
+                )
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
         return row
 
