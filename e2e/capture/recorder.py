@@ -227,6 +227,8 @@ class Recorder(TorchDispatchMode):
         self._here = _Place()
         self._module_of: dict[int, str] = {}
         self._line_of: dict[int, str] = {}
+        # True to note the line of the script that makes each call.
+        self.noting_lines = False
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
 
@@ -479,7 +481,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
-        line = script_line()
+        line = script_line() if self.noting_lines else ""
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
             self._lengths.clear()
