@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Any
 from unittest.mock import patch
 
@@ -26,12 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from e2e.capture.attention import flex_attention
 from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_packages import triton_language
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.script_errors import watched
-from e2e.step.operator_trace import TRITON, OperatorTrace
+from e2e.step.operator_trace import PRODUCTS, TRITON, OperatorTrace
 from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
@@ -88,20 +89,26 @@ def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _launches(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
-    if find_spec("triton") is None or "triton" not in sys.modules:
-        return []
+def _launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Return the patches of launches: of the stand-in, and of Triton itself, which a program may import later."""
+
+    def launched(name: str, given: list[torch.Tensor], multiplies: bool) -> None:
+        recorder.record_call(f"{TRITON}{name}", given, (), {PRODUCTS: True} if multiplies else {})
+
+    patches: list[tuple[Any, str, Any]] = [(triton_language, "launched", launched)]
+    if PathFinder.find_spec("triton") is None or (recorder.regions is None and "triton" not in sys.modules):
+        return patches
     kernel = import_module("triton.runtime.jit").JITFunction
     tuner = import_module("triton.runtime.autotuner").Autotuner
 
     def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
+        launched(self.__name__, triton_language.tensors_of(args, kwargs), triton_language.multiplies(self))
 
     def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
         self.fn.run(*args, **kwargs)
 
-    return [(kernel, "run", launch), (tuner, "run", tuned)]
+    driver = import_module("triton.runtime").driver
+    return [*patches, (kernel, "run", launch), (tuner, "run", tuned), (driver, "_active", triton_language.DRIVER)]
 
 
 @contextmanager

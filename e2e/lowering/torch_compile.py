@@ -357,7 +357,7 @@ def _is_short_sum(record: object) -> bool:
 
 def _is_chain_work(record: object) -> bool:
     if isinstance(record, Elementwise):
-        return record.kind != "unknown"
+        return not record.kind.startswith("unknown")
     if isinstance(record, Reduction):
         return record.contiguous and record.outputs > 1
     return isinstance(record, _FUSIBLE) or (isinstance(record, Rearrangement) and record.kind in _COPIES)

@@ -14,14 +14,18 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from costmodel.base.errors import ModelError
+from e2e.capture.stand_ins import Silent
 
 Note = Callable[[str], None]
 
@@ -41,16 +45,18 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "grouped_gemm": ("grouped_products", "0.3.0"),
     "bitsandbytes": ("bitsandbytes", "0.48.0"),
     "kernels": ("kernels_hub", "0.10.0"),
+    "triton": ("triton_language", "3.4.0"),
 }
 # Those that run without CUDA where they are installed.
-_RUN_AS_INSTALLED = ("bitsandbytes", "kernels")
-ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "bitsandbytes", "kernels")
+_RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
+# Stand-ins whose other modules and names are there too, and do nothing.
+_ANYTHING = ("triton",)
+ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "triton")
 # Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
 INSTALLABLE = {
     "liger_kernel": "liger-kernel",
     "fla": "flash-linear-attention",
     "torchao": "torchao",
-    "triton": "triton",
     "cut_cross_entropy": "cut-cross-entropy",
     "quack": "quack-kernels",
 }
@@ -78,11 +84,17 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            try:
+            if self.__name__.partition(".")[0] in _ANYTHING and f"{self.__name__}.{name}" not in _known_modules():
+                return Silent()
+            with suppress(ModuleNotFoundError):
                 return import_module(f"{self.__name__}.{name}")
-            except ModuleNotFoundError:
-                pass
         raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
+
+
+@cache
+def _known_modules() -> frozenset[str]:
+    names = {name for package in _ANYTHING for name in modules_of(package)}
+    return frozenset({*names, "triton.language.math", "triton.language.extra", "triton.language.extra.cuda"})
 
 
 def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
@@ -100,7 +112,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if package not in PACKAGES or not self._stands_in(package):
             return None
         modules = modules_of(package)
-        if name not in modules and not any(each.startswith(f"{name}.") for each in modules):
+        if (
+            package not in _ANYTHING
+            and name not in modules
+            and not any(each.startswith(f"{name}.") for each in modules)
+        ):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -108,7 +124,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if package in self.installed:
             # A module of the user's own, which stands in for the package too, comes first.
             return package not in _RUN_AS_INSTALLED and _is_library(str(self.installed[package].origin))
-        return package in sys.modules or package in ASKED_BY_LIBRARIES or not _asked_by_library()
+        asking = _asking_file()
+        if asking.startswith(_PYTORCH):  # it does without
+            return package in sys.modules
+        return package in sys.modules or package in ASKED_BY_LIBRARIES or not _is_library(asking)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Package(spec.name)
@@ -119,14 +138,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, value)
         if module.__name__ == package:
             module.__version__ = PACKAGES[package][1]  # type: ignore[attr-defined]
-            self.note(f"{package} cannot run without a GPU: stood in for, its kernels by name and shape")
+            here = "is not installed" if package in _RUN_AS_INSTALLED else "cannot run without a GPU"
+            self.note(f"{package} {here}: stood in for, its kernels by name and shape")
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         """Yield the metadata of the stand-ins, by which libraries check versions."""
         wanted = getattr(context, "name", None)
-        package = (wanted or "").replace("-", "_")
-        if package in PACKAGES and package not in self.installed and self._stands_in(package):
-            yield _Metadata(package)
+        packages = ASKED_BY_LIBRARIES if wanted is None else (wanted.replace("-", "_"),)
+        for package in packages:
+            if package in PACKAGES and package not in self.installed and self._stands_in(package):
+                yield _Metadata(package)
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -134,9 +155,11 @@ class _Metadata(importlib.metadata.Distribution):
         self.package = package
 
     def read_text(self, filename: str) -> str | None:
+        if filename == "top_level.txt":
+            return self.package
         if filename not in ("METADATA", "PKG-INFO"):
             return None
-        return f"Metadata-Version: 2.1\nName: {self.package}\nVersion: {PACKAGES[self.package][1]}\n"
+        return f"Metadata-Version: 2.1\nName: {self.package.replace('_', '-')}\nVersion: {PACKAGES[self.package][1]}\n"
 
     def locate_file(self, path: Any) -> Any:
         return Path(path)
@@ -146,18 +169,19 @@ def _is_library(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+_PYTORCH = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
-def _asked_by_library() -> bool:
-    """True if the innermost frame that asks for an import is of an installed library."""
+def _asking_file() -> str:
+    """Return the file that asks for an import."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
-            return _is_library(file)
+            return file
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return ""
 
 
 @contextmanager

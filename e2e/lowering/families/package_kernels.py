@@ -5,10 +5,11 @@ optimizers in 4 and 8 bits.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import cast
 
 from costmodel.operators.attention import Attention, AttentionKernel
-from costmodel.operators.device_work import Elementwise, Normalization, Reduction
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Reduction
 from costmodel.operators.lookups import Direction
 from e2e.lowering.families.products import attention_record
 from e2e.lowering.families.work import (
@@ -123,6 +124,36 @@ def _updated(call: OperatorCall, context: Context) -> list[DeviceWork]:
     gradient, *others = gpu_inputs(call)
     large = [each for each in others if numel(each) == numel(gradient)]
     return [_moved(call.name, large[0], [gradient, *others], large)]
+
+
+def triton_product(call: OperatorCall) -> Gemm | None:
+    """Return the product that a kernel with products in its source computes, if three of its tensors fit one: the
+    largest, of (m, k), (k, n) and (m, n), each of them transposed or not; None otherwise.
+    """
+    once = list({tensor.id: tensor for tensor in gpu_inputs(call)}.values())
+    matrices = [each for each in once if len(each.shape) >= 2 and _is_float(each)][:_MOST_MATRICES]
+    found: list[Gemm] = []
+    for result in matrices:
+        m, n = result.shape[-2:]
+        others = [each for each in matrices if each is not result and each.shape[:-2] == result.shape[:-2]]
+        for first in others:
+            for k in _rest(first, m):
+                if any(n in second.shape[-2:] and k in _rest(second, n) for second in others):
+                    found.append(Gemm(prod(result.shape[:-2]), m, n, k, dtype_of(first)))
+    return max(found, key=lambda each: each.flops, default=None)
+
+
+_MOST_MATRICES = 8
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return "float" in tensor.dtype
+
+
+def _rest(tensor: Tensor, extent: int) -> list[int]:
+    """Return the other extent of a matrix one of whose extents is ``extent``; both if they are equal."""
+    rows, columns = tensor.shape[-2:]
+    return [other for one, other in ((rows, columns), (columns, rows)) if one == extent]
 
 
 TABLE: dict[str, Lowering] = {
