@@ -211,6 +211,11 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
     if not isinstance(error, ModuleNotFoundError):
         return None
+    if error.name != package and package in sys.modules:
+        return (
+            f"{place}imports {error.name}, which the installed {package} does not have: install the version of "
+            f"{package} that the program was written for"
+        )
     if package in INSTALLABLE:
         return (
             f"{place}imports {package}, which is not installed here and needs no GPU: "
