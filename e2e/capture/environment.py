@@ -108,6 +108,37 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
+class _Generators:
+    """Generators of random numbers of any number of GPUs."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Generator] = {}
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+    def __getitem__(self, number: int) -> torch.Generator:
+        return self._made.setdefault(number, torch.Generator("cpu"))
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    number = device if isinstance(device, int) else torch.device(device or "cuda").index
+    return torch.cuda.default_generators[number or 0].get_state()
+
+
+# Random numbers of GPUs have no values here; their states are those of a generator of the host.
+_RANDOM: dict[str, Any] = {
+    **{
+        # One function for each name: PyTorch's compiler tells them apart.
+        name: lambda *args, **kwargs: None
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+    },
+    "get_rng_state": _random_state,
+    "get_rng_state_all": lambda: [_random_state(number) for number in range(torch.cuda.device_count())],
+    "initial_seed": lambda: 0,
+}
+
+
 def _properties(gpu: SeenGpu) -> SimpleNamespace:
     """Return the properties as ``torch.cuda.get_device_properties`` does."""
     major, minor = gpu.capability
@@ -133,7 +164,10 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # The meta device means autocast of the GPU.
         (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
+        # TorchScript compiles source text, which is not that of the functions replaced here.
+        (torch.jit, "script", lambda what=None, *args, **kwargs: what),
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "default_generators", _Generators()),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
@@ -148,10 +182,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.memory_bytes, gpu.memory_bytes)),
         (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
         *((torch.cuda, name, lambda device=None: 0) for name in _MEMORY_IN_USE),
-        *(
-            (torch.cuda, name, lambda *args, **kwargs: None)
-            for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
-        ),
+        *((module, name, value) for module in (torch.cuda, torch.cuda.random) for name, value in _RANDOM.items()),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
         # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
@@ -163,6 +194,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "__format__", _formatted),
+        (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
         # Device numbers, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
@@ -193,6 +225,19 @@ def _formatted(tensor: torch.Tensor, form: str) -> str:
     """Format a number on the GPU, as in ``f"{loss:.3f}"``, by reading it as ``loss.item()`` does."""
     single = tensor.dim() == 0 and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return format(tensor.item(), form) if single else object.__format__(tensor, form)
+
+
+def _represented(represent: Callable[..., str]) -> Callable[..., str]:
+    """Return a ``repr`` of tensors that waits for a number on the GPU and shows it; of more it shows the size."""
+
+    def shown(tensor: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return represent(tensor, tensor_contents=tensor_contents)
+        if tensor.numel() == 1:
+            return f"tensor({tensor.item()}, device='cuda:0')"
+        return f"tensor(..., device='cuda:0', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    return shown
 
 
 def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, SELECTIONS, KnownResults
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
+from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
 
 
@@ -187,6 +188,7 @@ class _Place(threading.local):
         self.forward_nodes = torch._C._autograd._get_sequence_nr()  # of this thread, like the number itself
         self.last_sequence: int | None = None
         self.last_module = ""
+        self.last_line = ""
 
 
 class Recorder(TorchDispatchMode):
@@ -225,6 +227,7 @@ class Recorder(TorchDispatchMode):
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
         self._module_of: dict[int, str] = {}
+        self._line_of: dict[int, str] = {}
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
 
@@ -290,6 +293,11 @@ class Recorder(TorchDispatchMode):
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
+
+    @property
+    def recorded(self) -> int:
+        """Number of calls recorded since the last cut."""
+        return len(self._rows)
 
     @property
     def depth(self) -> int:
@@ -473,18 +481,20 @@ class Recorder(TorchDispatchMode):
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
+        line = script_line()
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
             self._lengths.clear()
         if in_backward:
             parent, sequence, module = self._backward_parent(name)
+            line = self._here.last_line or line
         else:
             self._here.node = None
             if self.streams.node != DEFAULT_STREAM:
                 self._enter_stream(DEFAULT_STREAM)
-            parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
+            parent, sequence, module = self._script_parent(name), self._forward_sequence(line), self._module()
         thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
-        return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
+        return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module, line)
 
     def _with_stream(self, attributes: dict[str, Value]) -> dict[str, Value]:
         """Add the current stream to ``attributes``, unless it is the default one."""
@@ -500,6 +510,7 @@ class Recorder(TorchDispatchMode):
         phase: Phase,
         sequence: int | None = None,
         module: str = "",
+        line: str = "",
     ) -> dict[str, Any]:
         row: dict[str, Any] = {
             "id": len(self._rows),
@@ -509,6 +520,7 @@ class Recorder(TorchDispatchMode):
             "phase": phase,
             "sequence": sequence,
             "module": module,
+            "line": line,
         }
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         if self.regions is not None:
@@ -537,7 +549,7 @@ class Recorder(TorchDispatchMode):
             parent = frame.id
         return parent
 
-    def _forward_sequence(self) -> int | None:
+    def _forward_sequence(self, line: str) -> int | None:
         """Return the number of the autograd node just made by this operator's autograd kernel, or None."""
         latest = torch._C._autograd._get_sequence_nr()
         if latest == self._here.forward_nodes:
@@ -546,6 +558,7 @@ class Recorder(TorchDispatchMode):
         self._module_of[latest - 1] = self._module()
         if self.regions is not None:
             self.regions.note_node(latest - 1)
+        self._line_of[latest - 1] = line
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1
@@ -559,6 +572,7 @@ class Recorder(TorchDispatchMode):
         number = node._sequence_nr()
         self._here.last_sequence = None if number == NO_SEQUENCE else number
         self._here.last_module = self._module_of.get(number, "")
+        self._here.last_line = self._line_of.get(number, "")
         title = node.name()
         around = self._append(
             f"autograd::engine::evaluate_function: {title}",

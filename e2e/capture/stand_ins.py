@@ -312,4 +312,6 @@ def missing_file(error: BaseException, frames: Sequence[Any]) -> str | None:
 
 
 def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(("<", str(Path(torch.__file__).parent)))
+    return "site-packages" not in file and not file.startswith(
+        ("<", str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    )

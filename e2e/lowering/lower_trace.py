@@ -358,6 +358,7 @@ class _Builder:
                 list_length(call),
                 gathered.get(call.id, 0),
                 RECOMPUTED in call.attributes,
+                call.line,
             )
             for call in self.trace.calls
         }

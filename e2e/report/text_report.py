@@ -75,8 +75,10 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     if prediction.ranges:
         _listed(out, RANGE_HEAD, range_rows(prediction.ranges))
         out.print(range_meaning(prediction), soft_wrap=True)
-    for kind in ("operator", "bound"):
-        _table(out, (f"device time by {kind}", "ms", "share"), share_rows(prediction.breakdown[f"by_{kind}"])[:ROWS])
+    for kind in ("operator", "line", "bound"):
+        if f"by_{kind}" in prediction.breakdown:
+            rows = share_rows(prediction.breakdown[f"by_{kind}"])[:ROWS]
+            _table(out, (f"device time by {kind}", "ms", "share"), rows)
     if several:
         _table(out, ("critical path across ranks", "ms", "share"), share_rows(prediction.attribution)[:ROWS])
     _table(out, PATH_HEAD, path_rows(prediction)[:ROWS])

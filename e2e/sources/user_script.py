@@ -80,8 +80,9 @@ def step_of_ranks(
     options: StepOptions,
     cluster: Cluster,
     *,
-    warnings: Sequence[str],
     taken: Mapping[str, str],
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> PreparedStep:
     """Return the step of captured ranks, lowered with ``options`` and priced on ``cluster``."""
     traces, machine = captured.traces, cluster.machine
@@ -92,6 +93,7 @@ def step_of_ranks(
         cluster,
         lowered.memory,
         [*lowered.warnings, *warnings, *assumptions(traces)],
+        notes,
         speed_spread=request.speed_spread,
         band=band_of(machine),
         batch=_batch(captured.samples, captured.sequence_length, traces, cluster.gpus),

@@ -178,6 +178,8 @@ class OperatorCall:
     module: str = ""
     # Other information of the source (process group, overload).
     attributes: Mapping[str, Value] = field(default_factory=dict)
+    # Line of the script that makes the call, or whose backward pass it is (``model.py:73``), if known.
+    line: str = ""
 
 
 @dataclass(frozen=True)

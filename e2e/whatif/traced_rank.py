@@ -195,7 +195,7 @@ def merge(
             continue
         number = max(calls, default=-1) + 1
         anchor = calls.get(group.anchor) or CallInfo(group.anchor, group.name)
-        calls[number] = CallInfo(number, group.name, anchor.phase, group.anchor, anchor.module)
+        calls[number] = CallInfo(number, group.name, anchor.phase, group.anchor, anchor.module, line=anchor.line)
         before = [record for call in group.calls for record in operators.get(call, ())]
         durations = _durations(members, before, group.work, ratio)
         replaced |= {task.id: () for task in members}
