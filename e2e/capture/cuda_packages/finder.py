@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -109,6 +110,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
+        if name == "bitsandbytes" and name in self.installed:
+            return _adapted(self.installed[name])
         if package not in PACKAGES or not self._stands_in(package):
             return None
         modules = modules_of(package)
@@ -148,6 +151,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for package in packages:
             if package in PACKAGES and package not in self.installed and self._stands_in(package):
                 yield _Metadata(package)
+
+
+def _adapted(spec: importlib.machinery.ModuleSpec) -> importlib.machinery.ModuleSpec:
+    """Return ``spec`` of bitsandbytes, which is changed after it has been loaded."""
+    loader = spec.loader
+    if loader is not None and not hasattr(loader, "adapted"):
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            import_module("e2e.capture.cuda_packages.bitsandbytes").adapt(module)
+
+        loader.exec_module, loader.adapted = exec_module, True  # type: ignore[method-assign,attr-defined]
+    return spec
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -190,7 +207,9 @@ def cuda_packages(note: Note) -> Iterator[None]:
     finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
+        with patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True):
+            yield
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:

@@ -9,7 +9,8 @@ from math import prod
 from typing import cast
 
 from costmodel.operators.attention import Attention, AttentionKernel
-from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Reduction
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Reduction, ScaledGemm
+from costmodel.operators.layers import DTYPE_BYTES
 from costmodel.operators.lookups import Direction
 from e2e.lowering.families.products import attention_record
 from e2e.lowering.families.work import (
@@ -20,6 +21,7 @@ from e2e.lowering.families.work import (
     dtype_of,
     gpu_inputs,
     gpu_outputs,
+    integers,
     numel,
     size_bytes,
     tensor_argument,
@@ -156,7 +158,31 @@ def _rest(tensor: Tensor, extent: int) -> list[int]:
     return [other for one, other in ((rows, columns), (columns, rows)) if one == extent]
 
 
+def _int8_product(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``int8_scaled_mm``: the product in integers, then its scaling to 16 bits."""
+    first, second, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
+    m, (n, k) = numel(first) // first.shape[-1], second.shape
+    scaled = Elementwise("dequant", m * n, 2, 1, 0, dtype_of(written))  # sums of 32 bits are two of 16
+    return [
+        DeviceWork(call.name, (ScaledGemm(m, n, k, "int8", "tensor", "int32"),)),
+        DeviceWork(call.name, (scaled,)),
+    ]
+
+
+def _product_4bit(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``gemm_4bit`` of many rows: the weight is expanded to 16 bits, then multiplied."""
+    first, codes, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
+    n, k = integers(call.inputs[2])
+    m, dtype = numel(first) // k, dtype_of(written)
+    read = size_bytes(codes) + sum(size_bytes(each) for each in gpu_inputs(call)[2:])
+    expanded = Elementwise("fused", n * k, 0, 1, read // DTYPE_BYTES[dtype], dtype)
+    return [DeviceWork(call.name, (expanded,)), DeviceWork(call.name, (Gemm(1, m, n, k, dtype, transpose_b=True),))]
+
+
 TABLE: dict[str, Lowering] = {
+    "bitsandbytes::gemm_4bit": _product_4bit,
+    "bitsandbytes::int8_scaled_mm": _int8_product,
+    "bitsandbytes::int8_vectorwise_quant": _dequantized,
     "package::attention": _attention("forward"),
     "package::attention_backward": _attention("backward"),
     "package::norm": _norm,
