@@ -13,6 +13,7 @@ turns it into an action of the host.
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,6 +46,7 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None
                     stack.enter_context(patch.object(module, switch, _nothing_overrides))
         for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches()):
             stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch.dict(copyreg.dispatch_table, {_Device: _named}))
         yield
 
 
@@ -155,7 +157,20 @@ def _properties(gpu: SeenGpu) -> SimpleNamespace:
         L2_cache_size=gpu.l2_bytes,
         is_integrated=False,
         is_multi_gpu_board=False,
+        regs_per_multiprocessor=65536,
+        max_threads_per_block=1024,
+        shared_memory_per_block_optin=163 << 10,
+        gcnArchName=f"sm_{major}{minor}",
+        uuid=uuid_of(0),
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
     )
+
+
+def uuid_of(number: int) -> str:
+    """Return the name of a GPU in the form of the driver's."""
+    return f"{number:08x}-0000-0000-0000-000000000000"
 
 
 def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[Any, str, Any]]:
@@ -180,8 +195,17 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "get_device_name", lambda device=None: gpu.name),
         (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.memory_bytes, gpu.memory_bytes)),
-        (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
-        *((torch.cuda, name, lambda device=None: 0) for name in _MEMORY_IN_USE),
+        *_memory_patches(),
+        *_default_device_patches(),
+        (torch, "Generator", _Generator),
+        (torch.cuda, "init", lambda: None),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "get_arch_list", lambda: ["sm_{}{}".format(*gpu.capability)]),
+        (torch.cuda, "can_device_access_peer", lambda device, peer: True),
+        (torch.cuda, "ipc_collect", lambda: None),
+        *((torch.cuda, name, lambda device=None, value=value: value) for name, value in _SENSORS.items()),
+        (torch.version, "cuda", "12.8"),
+        (torch.backends.cudnn, "version", lambda: 91002),
         *((module, name, value) for module in (torch.cuda, torch.cuda.random) for name, value in _RANDOM.items()),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
         # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
@@ -196,8 +220,9 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
-        # Device numbers, as in `model.to(rank)`, mean GPUs.
+        # Device numbers, as in `model.to(rank)` and `torch.device(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
+        (torch, "device", NumberedDevice),
     ]
 
 
@@ -244,7 +269,129 @@ def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *device: ask(*("cuda" if each == "meta" else each for each in device))
 
 
+# What the driver's sensors say of a GPU at work: per cent, watts, degrees, MHz.
+_SENSORS = {"utilization": 100, "memory_usage": 50, "power_draw": 300_000, "temperature": 50, "clock_rate": 1_500}
 _MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_MEMORY_RESETS = (
+    "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "set_per_process_memory_fraction",
+)  # fmt: skip
+
+
+class _NothingInUse(dict):  # type: ignore[type-arg]
+    """Statistics of the allocator: nothing is in use."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def get(self, key: Any, default: Any = 0) -> Any:
+        return default
+
+
+def _memory_patches() -> Iterator[tuple[Any, str, Any]]:
+    for owner in (torch.cuda, torch.accelerator):
+        names = [name for name in _MEMORY_IN_USE if hasattr(owner, name)]
+        yield from ((owner, name, lambda device=None: 0) for name in names)
+        resets = [name for name in _MEMORY_RESETS if hasattr(owner, name)]
+        yield from ((owner, name, lambda *args, **kwargs: None) for name in resets)
+        yield owner, "memory_stats", lambda device=None: _NothingInUse()
+    yield torch.cuda, "memory_summary", lambda device=None, abbreviated=False: ""
+    yield torch.cuda, "memory_snapshot", lambda mempool_id=None: []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        yield torch.cuda.memory, name, lambda *args, **kwargs: None
+
+
+def _default_device_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches by which the GPU is a default device (``torch.set_default_device``, ``with device:``), and by
+    which old programs name its tensors (``torch.cuda.FloatTensor``).
+    """
+    context = import_module("torch.utils._device").DeviceContext
+    made, default, of_type = context.__init__, torch.get_default_device, torch.Tensor.type
+
+    def construct(self: Any, device: Any) -> None:
+        made(self, "meta" if torch.device(device).type == "cuda" else device)
+
+    def get_default_device() -> torch.device:
+        found = default()
+        return torch.device("cuda", torch.cuda.current_device()) if found.type == "meta" else found
+
+    def as_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            dtype = getattr(torch.cuda, dtype.rpartition(".")[2])
+        if isinstance(dtype, TensorType):
+            return self.to(torch.device("cuda"), dtype.dtype)
+        return of_type(self, dtype, *args, **kwargs)
+
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        number = _TENSOR_TYPES[name.rpartition(".")[2]]
+        torch.set_default_dtype(number)
+        torch.set_default_device("cuda" if "cuda" in name or isinstance(kind, TensorType) else "cpu")
+
+    yield context, "__init__", construct
+    yield torch, "get_default_device", get_default_device
+    yield torch.Tensor, "type", as_type
+    yield torch, "set_default_tensor_type", set_default_tensor_type
+    for name, dtype in _TENSOR_TYPES.items():
+        yield torch.cuda, name, TensorType(name, dtype)
+
+
+_TENSOR_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "LongTensor": torch.int64, "IntTensor": torch.int32,
+    "ShortTensor": torch.int16, "ByteTensor": torch.uint8, "CharTensor": torch.int8, "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+class TensorType:
+    """Replacement of ``torch.cuda.FloatTensor`` and the like, which make tensors on the GPU."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.__name__, self.dtype = f"torch.cuda.{name}", dtype
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        """Return a tensor of this size, or with these values."""
+        if all(is_device_number(each) for each in args) or (len(args) == 1 and isinstance(args[0], torch.Size)):
+            return torch.empty(*args, dtype=self.dtype, device="cuda")
+        return torch.as_tensor(args[0], dtype=self.dtype).to("cuda")
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype is self.dtype
+
+
+class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
+    """Kind of :class:`_Generator`: generators of PyTorch itself are of that class too."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _HostGenerator)
+
+
+_HostGenerator = torch.Generator
+
+
+class _Generator(torch.Generator, metaclass=_GeneratorKind):
+    """Replacement of ``torch.Generator``; that of the GPU is one of the host, which has the same interface."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        place = torch.device("cuda", device) if is_device_number(device) else torch.device(device)
+        if place.type not in ("cuda", "meta"):
+            return _HostGenerator(place)
+        made = _HostGenerator.__new__(cls)
+        made._place = torch.device("cuda", place.index or 0)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the program has named."""
+        return self._place  # type: ignore[no-any-return]
+
+    def clone_state(self) -> Any:
+        """Return another generator in the same state."""
+        made = _Generator("cuda")
+        made.set_state(self.get_state())
+        return made
+
+
 _MARKS = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
@@ -311,6 +458,40 @@ def _parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
         return parse(*args, **kwargs)
 
     return with_number
+
+
+_Device = torch.device
+
+
+class _DeviceKind(type):
+    """Kind of a class that stands for ``torch.device``: its objects are that class's, and both are equal."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _Device)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _Device)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _Device
+
+    def __hash__(cls) -> int:
+        return hash(_Device)
+
+
+class NumberedDevice(metaclass=_DeviceKind):
+    """``torch.device``, for which a number alone means a GPU, as where there is one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a ``torch.device``."""
+        if len(args) == 1 and not kwargs and is_device_number(args[0]):
+            return _Device("cuda", args[0])
+        return _Device(*args, **kwargs)
+
+
+def _named(device: torch.device) -> tuple[Callable[[str], torch.device], tuple[str]]:
+    """Reduce a device for ``pickle``, which finds the class of objects by its name."""
+    return NumberedDevice, (str(device),)
 
 
 DEFAULT_STREAM = 0

@@ -230,7 +230,7 @@ class GpuDecisions(TorchFunctionMode):
         if name in NOT_OPERATORS:
             return func(*args, **kwargs)
         if name == "tolist" and args[0].device.type == "meta":
-            return _listed(args[0])
+            return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if name in ("tensor", "as_tensor"):
             return _written(func, args, kwargs)
@@ -331,7 +331,7 @@ def attention(
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if backend == "eager" and dropout_p > 0 and query.device.type == "meta":
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if backend == "eager" or query.device.type != "meta" or query.dim() != 4:
+    if backend == "eager" or query.device.type == "cpu" or query.dim() != 4:
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     half = query.dtype in (torch.float16, torch.bfloat16)
     alike = value.shape[-1] == query.shape[-1]
@@ -418,13 +418,13 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
     return mask.expand(query.shape[0], query.shape[1], mask.shape[-2], mask.shape[-1])
 
 
-def _listed(tensor: torch.Tensor) -> Any:
+def _listed(tensor: torch.Tensor, decides: bool) -> Any:
     """Return ``tolist()``, for which the host waits for a copy.
 
-    Unknown integers, which may be sizes, raise ``ModelError``; other unknown numbers are zeros, like those of
-    ``.cpu()``.
+    Unknown integers, which may be sizes, raise ``ModelError``, unless no gradients are kept (``decides``): predictions
+    of an evaluation. Other unknown numbers are zeros, like those of ``.cpu()``.
     """
-    if known(tensor) is None and not tensor.is_floating_point():
+    if known(tensor) is None and not tensor.is_floating_point() and decides:
         if tensor.dim() == 0:
             return tensor.item()
         raise ModelError(

@@ -26,7 +26,7 @@ from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
-from e2e.capture.meta_results import ASSUMED, SELECTIONS, KnownResults
+from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
@@ -206,8 +206,6 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Handler of collectives in the capture of a distributed job.
         self.communication: Any = None
-        # Callback before a tensor subclass dispatches its operator; its library has been imported by then.
-        self.before_wrapper: Callable[[], object] = lambda: None
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
@@ -361,7 +359,6 @@ class Recorder(TorchDispatchMode):
             raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
         if types:
             if any(is_wrapper(kind) for kind in types):
-                self.before_wrapper()
                 return NotImplemented  # the subclass calls the operators that do the work
             if any(kind is FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))  # a library computes shapes
@@ -385,7 +382,7 @@ class Recorder(TorchDispatchMode):
                 return result
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
-        if row["name"] == ASSUMED and known(args[0]) is None:
+        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None:
             row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"
@@ -556,9 +553,9 @@ class Recorder(TorchDispatchMode):
             return None
         self._here.forward_nodes = latest
         self._module_of[latest - 1] = self._module()
+        self._line_of[latest - 1] = line
         if self.regions is not None:
             self.regions.note_node(latest - 1)
-        self._line_of[latest - 1] = line
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1

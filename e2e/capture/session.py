@@ -8,15 +8,12 @@ tensors, which is priced by their bytes.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from importlib import import_module
-from importlib.machinery import PathFinder
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +26,7 @@ from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages import triton_language
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
+from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.script_errors import watched
@@ -73,42 +71,40 @@ def _region(function: Callable[..., Any], regions: CompiledRegions) -> Callable[
 @contextmanager
 def generated_kernels(recorder: Recorder) -> Iterator[None]:
     """Context in which flexible attention and launches of Triton kernels are recorded."""
-    with ExitStack() as stack:
-        for target, name, value in (*_flexible(recorder), *_launches(recorder)):
-            stack.enter_context(patch.object(target, name, value))
-        yield
 
+    def flexible(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        """Yield the patches of internals of ``flex_attention``, since scripts hold the function itself."""
+        yield module, "_validate_device", lambda query, key, value: None
+        yield module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True  # its own call of the compiler
+        yield module, "flex_attention_hop", partial(flex_attention, recorder.paused)
 
-def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Return the patches of internals of ``flex_attention``, since scripts hold the function itself."""
-    module = import_module("torch.nn.attention.flex_attention")  # the script may import it later
-    return [
-        (module, "_validate_device", lambda query, key, value: None),
-        (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # its own call of the compiler
-        (module, "flex_attention_hop", partial(flex_attention, recorder.paused)),
-    ]
+    def launches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
+            launched(self.__name__, triton_language.tensors_of(args, kwargs), triton_language.multiplies(self))
 
-
-def _launches(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Return the patches of launches: of the stand-in, and of Triton itself, which a program may import later."""
+        yield module.JITFunction, "run", launch
 
     def launched(name: str, given: list[torch.Tensor], multiplies: bool) -> None:
         recorder.record_call(f"{TRITON}{name}", given, (), {PRODUCTS: True} if multiplies else {})
 
-    patches: list[tuple[Any, str, Any]] = [(triton_language, "launched", launched)]
-    if PathFinder.find_spec("triton") is None or (recorder.regions is None and "triton" not in sys.modules):
-        return patches
-    kernel = import_module("triton.runtime.jit").JITFunction
-    tuner = import_module("triton.runtime.autotuner").Autotuner
+    def driver(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        if hasattr(module.driver, "_active"):
+            yield module.driver, "_active", triton_language.DRIVER
 
-    def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
-        launched(self.__name__, triton_language.tensors_of(args, kwargs), triton_language.multiplies(self))
+    def tuning(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.fn.run(*args, **kwargs)
 
-    def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.fn.run(*args, **kwargs)
+        yield module.Autotuner, "run", tuned
 
-    driver = import_module("triton.runtime").driver
-    return [*patches, (kernel, "run", launch), (tuner, "run", tuned), (driver, "_active", triton_language.DRIVER)]
+    patches = {
+        "torch.nn.attention.flex_attention": flexible,
+        "triton.runtime": driver,
+        "triton.runtime.jit": launches,
+        "triton.runtime.autotuner": tuning,
+    }
+    with patched_imports(patches), patch.object(triton_language, "launched", launched):
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from e2e.lowering.families import (
 )
 from e2e.lowering.families.convolutions import POOLING_TABLE
 from e2e.lowering.families.recurrent_networks import LINEAR_ATTENTION_TABLE
-from e2e.lowering.families.work import DeviceWork, Lowering, dtype_of, gpu_inputs, numel
+from e2e.lowering.families.work import DeviceWork, Lowering, gpu_inputs, numel, priced_dtype
 from e2e.step.operator_trace import OperatorCall
 
 TABLE: dict[str, Lowering] = {
@@ -87,7 +87,7 @@ def generated_kernel(call: OperatorCall) -> list[DeviceWork]:
     rest = sum(numel(tensor) for tensor in read if numel(tensor) != elements)
     outputs = int(numel(written) == elements)
     rest += 0 if outputs else numel(written)
-    return [DeviceWork(call.name, (Elementwise("fused", elements, full, outputs, rest, dtype_of(written)),))]
+    return [DeviceWork(call.name, (Elementwise("fused", elements, full, outputs, rest, priced_dtype(written)),))]
 
 
 ALIASES = (

@@ -42,7 +42,7 @@ from costmodel.operators.device_work import (
     Softmax,
 )
 from costmodel.operators.layers import DTYPE_BYTES, Conv2d
-from e2e.lowering.families.work import dtype_of
+from e2e.lowering.families.work import priced_dtype
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.operator_trace import MARKED_GAPS, OperatorCall, OperatorTrace, Tensor, tensors
@@ -296,11 +296,13 @@ def _nodes(
             if version in producers:
                 node.level = max(node.level, producers[version].level + producers[version].ends)
             elements = _distinct(tensor)
-            node.reads[version] = max(node.reads.get(version, (0, dtype_of(tensor))), (elements, dtype_of(tensor)))
+            node.reads[version] = max(
+                node.reads.get(version, (0, priced_dtype(tensor))), (elements, priced_dtype(tensor))
+            )
             node.size = max(node.size, elements)
         for tensor in _on_device(call.outputs):
             versions[tensor.storage] = call.id
-            node.writes[tensor.storage, call.id] = (_distinct(tensor), dtype_of(tensor))
+            node.writes[tensor.storage, call.id] = (_distinct(tensor), priced_dtype(tensor))
             producers[tensor.storage, call.id] = node
             node.size = max(node.size, _distinct(tensor))
         node.level += not node.fusible

@@ -1,10 +1,11 @@
 """bitsandbytes: weights in 4 and 8 bits, optimizers with states in 8 bits.
 
-Where it is installed it runs as it is, with the shapes of its own fake implementations (:func:`adapt`).
+Where it is installed it runs as it is, with the shapes of its own fake implementations (:func:`patches`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -174,10 +175,11 @@ def _kind(name: str, count: int, eight: bool) -> Any:
     return type(name, (_Optimizer,), {"__init__": construct})
 
 
-def adapt(package: Any) -> None:
-    """Change the installed package: weights become codes on the way to the GPU, and paged states are on the GPU."""
-    weight = package.nn.Params4bit
-    move = weight.to
+def patches(package: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of the installed package: weights become codes on the way to the GPU, and paged states are on
+    the GPU.
+    """
+    move = package.nn.Params4bit.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
@@ -188,10 +190,10 @@ def adapt(package: Any) -> None:
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
-    weight.to = to
-    package.functional.get_paged = get_paged
-    package.functional.prefetch_tensor = lambda *_, **__: None
-    package.functional.fill = lambda *_, **__: None
+    yield package.nn.Params4bit, "to", to
+    yield package.functional, "get_paged", get_paged
+    for name in ("prefetch_tensor", "fill"):
+        yield package.functional, name, lambda *_, **__: None
 
 
 class _Manager:

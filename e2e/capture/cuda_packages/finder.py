@@ -13,8 +13,8 @@ import importlib.metadata
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +26,8 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.imports import patched_imports
+from e2e.capture.script_lines import library_folder
 from e2e.capture.stand_ins import Silent
 
 Note = Callable[[str], None]
@@ -53,6 +55,8 @@ _RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
 # Stand-ins whose other modules and names are there too, and do nothing.
 _ANYTHING = ("triton",)
 ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "triton")
+# Libraries that import such packages to see whether they are there, and do without them if not.
+LOOK_BY_IMPORTING = ("megatron", "torch")
 # Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
 INSTALLABLE = {
     "liger_kernel": "liger-kernel",
@@ -78,24 +82,37 @@ REFUSED = {
 }
 
 
+class _Unknown(type):
+    """Class of names that a stand-in does not have: they have any attribute, and are refused when they are used."""
+
+    @classmethod
+    @cache
+    def of(cls, path: str) -> _Unknown:
+        """Return the class called ``path``."""
+        return cls(path.rpartition(".")[2], (), {"__new__": lambda owner, *args, **kwargs: refuse(path), "path": path})
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unknown.of(f"{cls.path}.{name}")
+
+
 class _Package(ModuleType):
-    """Module of a stand-in. What it lacks is an ``ImportError``, as for another version of the package."""
+    """Module of a stand-in. What it lacks is an ``ImportError`` for a program, as for another version of the package; a
+    library, which names much that it never uses, gets a class that is refused when it is used.
+    """
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            if self.__name__.partition(".")[0] in _ANYTHING and f"{self.__name__}.{name}" not in _known_modules():
-                return Silent()
-            with suppress(ModuleNotFoundError):
-                return import_module(f"{self.__name__}.{name}")
-        raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
-
-
-@cache
-def _known_modules() -> frozenset[str]:
-    names = {name for package in _ANYTHING for name in modules_of(package)}
-    return frozenset({*names, "triton.language.math", "triton.language.extra", "triton.language.extra.cuda"})
+        path = f"{self.__name__}.{name}"
+        if _is_known(path):
+            return import_module(path)
+        if self.__name__.partition(".")[0] in _ANYTHING and not name.startswith("__"):
+            return Silent()
+        if name.startswith("__") or not _asking_library():
+            raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
+        return _Unknown.of(path)
 
 
 def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
@@ -104,33 +121,46 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
     return {name: exports for name, exports in every.items() if name.partition(".")[0] == package}
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+def _is_known(name: str) -> bool:
+    """True for the name of a module of a stand-in."""
+    return any(f"{each}.".startswith(f"{name}.") for each in modules_of(name.partition(".")[0]))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, note: Note, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
         self.note, self.installed = note, installed
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
-        if name == "bitsandbytes" and name in self.installed:
-            return _adapted(self.installed[name])
         if package not in PACKAGES or not self._stands_in(package):
             return None
-        modules = modules_of(package)
-        if (
-            package not in _ANYTHING
-            and name not in modules
-            and not any(each.startswith(f"{name}.") for each in modules)
-        ):
+        if package not in _ANYTHING and not _is_known(name) and not _asking_library():
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return importlib.machinery.ModuleSpec(name, _Loader(self.note), is_package=True)
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
             # A module of the user's own, which stands in for the package too, comes first.
-            return package not in _RUN_AS_INSTALLED and _is_library(str(self.installed[package].origin))
-        asking = _asking_file()
-        if asking.startswith(_PYTORCH):  # it does without
-            return package in sys.modules
-        return package in sys.modules or package in ASKED_BY_LIBRARIES or not _is_library(asking)
+            return package not in _RUN_AS_INSTALLED and library_folder(str(self.installed[package].origin)) is not None
+        library = _asking_library()
+        return not library or (
+            library not in LOOK_BY_IMPORTING and (package in sys.modules or package in ASKED_BY_LIBRARIES)
+        )
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of the stand-ins, by which libraries check versions."""
+        wanted = getattr(context, "name", None)
+        packages = ASKED_BY_LIBRARIES if wanted is None else (wanted.replace("-", "_"),)
+        for package in packages:
+            if package in PACKAGES and package not in self.installed and self._stands_in(package):
+                yield _Metadata(package)
+
+
+class _Loader(importlib.abc.Loader):
+    """Loader of one module of a stand-in."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Package(spec.name)
@@ -143,28 +173,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = PACKAGES[package][1]  # type: ignore[attr-defined]
             here = "is not installed" if package in _RUN_AS_INSTALLED else "cannot run without a GPU"
             self.note(f"{package} {here}: stood in for, its kernels by name and shape")
-
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the metadata of the stand-ins, by which libraries check versions."""
-        wanted = getattr(context, "name", None)
-        packages = ASKED_BY_LIBRARIES if wanted is None else (wanted.replace("-", "_"),)
-        for package in packages:
-            if package in PACKAGES and package not in self.installed and self._stands_in(package):
-                yield _Metadata(package)
-
-
-def _adapted(spec: importlib.machinery.ModuleSpec) -> importlib.machinery.ModuleSpec:
-    """Return ``spec`` of bitsandbytes, which is changed after it has been loaded."""
-    loader = spec.loader
-    if loader is not None and not hasattr(loader, "adapted"):
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            import_module("e2e.capture.cuda_packages.bitsandbytes").adapt(module)
-
-        loader.exec_module, loader.adapted = exec_module, True  # type: ignore[method-assign,attr-defined]
-    return spec
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -182,23 +190,26 @@ class _Metadata(importlib.metadata.Distribution):
         return Path(path)
 
 
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file
-
-
-_PYTORCH = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
-def _asking_file() -> str:
-    """Return the file that asks for an import."""
+def _asking_library() -> str:
+    """Return the name of the installed library whose code asks for an import; empty if the program does."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
-            return file
+            folder = library_folder(file)
+            return "" if folder is None else Path(file).relative_to(folder).parts[0]
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
+    """Return the patches of bitsandbytes, if it is the installed package."""
+    if isinstance(module, _Package):
+        return ()
+    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -208,7 +219,8 @@ def cuda_packages(note: Note) -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
-        with patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True):
+        current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
+        with current_stream, patched_imports({"bitsandbytes": _adapted}):
             yield
     finally:
         sys.meta_path.remove(finder)

@@ -18,11 +18,11 @@ from e2e.lowering.families.work import (
     DeviceWork,
     Lowering,
     UnforeseenCall,
-    dtype_of,
     gpu_inputs,
     gpu_outputs,
     integers,
     numel,
+    priced_dtype,
     size_bytes,
     tensor_argument,
 )
@@ -68,9 +68,9 @@ def _norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
         residual = call.inputs[1]
         width = size_bytes(data) // max(numel(data), 1)
         others = 2 * size_bytes(residual) // width
-        record: Elementwise | Normalization = Elementwise("norm", numel(data), 1, 1, others, dtype_of(data))
+        record: Elementwise | Normalization = Elementwise("norm", numel(data), 1, 1, others, priced_dtype(data))
     else:
-        record = Normalization(_kind(call), numel(data) // columns, columns, dtype_of(data))
+        record = Normalization(_kind(call), numel(data) // columns, columns, priced_dtype(data))
     return [DeviceWork(f"package::{_kind(call)}", (record,))]
 
 
@@ -80,14 +80,15 @@ def _norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     columns = data.shape[-1]
     name = f"package::{_kind(call)}_backward"
     if isinstance(call.inputs[1], Tensor):
-        record: Elementwise | Normalization = Elementwise("norm", numel(data), 3, 1, 0, dtype_of(data))
+        record: Elementwise | Normalization = Elementwise("norm", numel(data), 3, 1, 0, priced_dtype(data))
     else:
-        record = Normalization(_kind(call), numel(data) // columns, columns, dtype_of(data), "backward")
+        record = Normalization(_kind(call), numel(data) // columns, columns, priced_dtype(data), "backward")
     parameters = [each for value in call.inputs[3:] if isinstance(value, tuple) for each in tensors(value)]
     work = [DeviceWork(name, (record,))]
     if parameters:
         count = len(parameters) * columns
-        work.append(DeviceWork(name, (Reduction("norm_parameters", 2 * numel(data), count, dtype_of(data), False),)))
+        sums = Reduction("norm_parameters", 2 * numel(data), count, priced_dtype(data), False)
+        work.append(DeviceWork(name, (sums,)))
     return work
 
 
@@ -103,7 +104,7 @@ def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor]) -
     """Return a kernel over the elements of ``main`` that moves all tensors once."""
     width = max(size_bytes(main) // max(numel(main), 1), 1)
     total = sum(size_bytes(each) for each in (*read, *written)) - size_bytes(main)
-    return DeviceWork(name, (Elementwise("fused", numel(main), 0, 1, total // width, dtype_of(main)),))
+    return DeviceWork(name, (Elementwise("fused", numel(main), 0, 1, total // width, priced_dtype(main)),))
 
 
 def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -141,7 +142,7 @@ def triton_product(call: OperatorCall) -> Gemm | None:
         for first in others:
             for k in _rest(first, m):
                 if any(n in second.shape[-2:] and k in _rest(second, n) for second in others):
-                    found.append(Gemm(prod(result.shape[:-2]), m, n, k, dtype_of(first)))
+                    found.append(Gemm(prod(result.shape[:-2]), m, n, k, priced_dtype(first)))
     return max(found, key=lambda each: each.flops, default=None)
 
 
@@ -162,7 +163,7 @@ def _int8_product(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``int8_scaled_mm``: the product in integers, then its scaling to 16 bits."""
     first, second, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     m, (n, k) = numel(first) // first.shape[-1], second.shape
-    scaled = Elementwise("dequant", m * n, 2, 1, 0, dtype_of(written))  # sums of 32 bits are two of 16
+    scaled = Elementwise("dequant", m * n, 2, 1, 0, priced_dtype(written))  # sums of 32 bits are two of 16
     return [
         DeviceWork(call.name, (ScaledGemm(m, n, k, "int8", "tensor", "int32"),)),
         DeviceWork(call.name, (scaled,)),
@@ -173,7 +174,7 @@ def _product_4bit(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``gemm_4bit`` of many rows: the weight is expanded to 16 bits, then multiplied."""
     first, codes, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     n, k = integers(call.inputs[2])
-    m, dtype = numel(first) // k, dtype_of(written)
+    m, dtype = numel(first) // k, priced_dtype(written)
     read = size_bytes(codes) + sum(size_bytes(each) for each in gpu_inputs(call)[2:])
     expanded = Elementwise("fused", n * k, 0, 1, read // DTYPE_BYTES[dtype], dtype)
     return [DeviceWork(call.name, (expanded,)), DeviceWork(call.name, (Gemm(1, m, n, k, dtype, transpose_b=True),))]
