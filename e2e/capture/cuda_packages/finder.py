@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,15 +212,37 @@ def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
     return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
 
 
+def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
+    """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
+
+    def build_of(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(name: str, *args: Any, **kwargs: Any) -> Any:
+            sources = [str(each) for value in (*args[:1], kwargs.get("sources")) if value for each in value]
+            cuda = kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1])
+            if not cuda and not any(each.endswith((".cu", ".cuh")) for each in sources):
+                return original(name, *args, **kwargs)
+            note(f"the CUDA extension {name}, which the program builds, is not built: its kernels are not known here")
+            raise RuntimeError(
+                f"the CUDA extension {name} is not built without a GPU; call functions written with torch instead of it"
+            )
+
+        return build
+
+    return [(module, name, build_of(getattr(module, name))) for name in ("load", "load_inline")]
+
+
 @contextmanager
 def cuda_packages(note: Note) -> Iterator[None]:
     """Context in which CUDA packages can be imported; ``note`` is told of each."""
     finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
+    if "triton" not in finder.installed:
+        import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
     sys.meta_path.insert(0, finder)
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
-        with current_stream, patched_imports({"bitsandbytes": _adapted}):
+        patches = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
+        with current_stream, patched_imports(patches):
             yield
     finally:
         sys.meta_path.remove(finder)

@@ -136,7 +136,7 @@ def triton_product(call: OperatorCall) -> Gemm | None:
     once = list({tensor.id: tensor for tensor in gpu_inputs(call)}.values())
     matrices = [each for each in once if len(each.shape) >= 2 and _is_float(each)][:_MOST_MATRICES]
     found: list[Gemm] = []
-    for result in matrices:
+    for result in reversed(matrices):  # results come last
         m, n = result.shape[-2:]
         others = [each for each in matrices if each is not result and each.shape[:-2] == result.shape[:-2]]
         for first in others:
