@@ -149,7 +149,9 @@ class StepFinder:
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
     passes: EvaluationPasses = field(init=False)
-    evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...]]] = field(default_factory=dict)
+    evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...], dict[int, int]]] = field(
+        default_factory=dict
+    )
     _groups: Sequence[PassGroup] = ()
 
     def __post_init__(self) -> None:
@@ -205,7 +207,9 @@ class StepFinder:
         calls = self.step = self.recorder.cut()
         self._groups = self.passes.taken()
         for group in self._groups:
-            self.evaluations.setdefault((group.title, group.line), (group, calls[group.calls]))
+            run = calls[group.calls]
+            parts = {call.id - run[0].id: region for call in run if (region := self.recorder.last_parts.get(call.id))}
+            self.evaluations.setdefault((group.title, group.line), (group, run, parts))
         self.digests.append(digest(calls))
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if equal and any(group.replayed for group in self._groups):  # every step has them: they must run
@@ -296,9 +300,9 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Wa
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
-        for group, run in finder.evaluations.values():
+        for group, run, parts in finder.evaluations.values():
             if run:
-                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=())
+                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts)
                 yield Evaluation(trace, group.passes, group.told)
 
     finder = StepFinder(recorder, finish)

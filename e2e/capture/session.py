@@ -23,13 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from e2e.capture.attention import flex_attention
 from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_packages import triton_language
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.script_errors import watched
-from e2e.step.operator_trace import TRITON, OperatorTrace
+from e2e.step.operator_trace import PRODUCTS, TRITON, OperatorTrace
 from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
@@ -79,10 +80,16 @@ def generated_kernels(recorder: Recorder) -> Iterator[None]:
 
     def launches(module: Any) -> Iterator[tuple[Any, str, Any]]:
         def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
+            launched(self.__name__, triton_language.tensors_of(args, kwargs), triton_language.multiplies(self))
 
         yield module.JITFunction, "run", launch
+
+    def launched(name: str, given: list[torch.Tensor], multiplies: bool) -> None:
+        recorder.record_call(f"{TRITON}{name}", given, (), {PRODUCTS: True} if multiplies else {})
+
+    def driver(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        if hasattr(module.driver, "_active"):
+            yield module.driver, "_active", triton_language.DRIVER
 
     def tuning(module: Any) -> Iterator[tuple[Any, str, Any]]:
         def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,10 +99,11 @@ def generated_kernels(recorder: Recorder) -> Iterator[None]:
 
     patches = {
         "torch.nn.attention.flex_attention": flexible,
+        "triton.runtime": driver,
         "triton.runtime.jit": launches,
         "triton.runtime.autotuner": tuning,
     }
-    with patched_imports(patches):
+    with patched_imports(patches), patch.object(triton_language, "launched", launched):
         yield
 
 

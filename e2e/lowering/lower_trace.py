@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from costmodel.operators.device_work import Elementwise
 from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
+from e2e.lowering.families.package_kernels import triton_product
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -38,6 +39,7 @@ from e2e.step.execution_graph import AUTOGRAD, MAIN, CallInfo, Collective, Execu
 from e2e.step.memory import MemoryUsage, peak_memory, replayed_memory, tells_frees, workspace_bytes
 from e2e.step.operator_trace import (
     OPTIMIZER_STEP,
+    PRODUCTS,
     PROFILER_STEP,
     RECOMPUTED,
     TRITON,
@@ -310,6 +312,7 @@ class UnitGaps:
 
 
 UNKNOWN = "unknown"
+UNKNOWN_PRODUCT = "unknown product"  # kernel in Triton that multiplies matrices of unknown extents
 # Size fields of the cost models' records; a record with a zero size is no work.
 EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
 
@@ -323,13 +326,13 @@ def lower(trace: OperatorTrace, options: StepOptions | None = None) -> RankGraph
     return _Builder(trace, options or StepOptions()).build()
 
 
-def unknown_operators(graph: RankGraph) -> Counter[str]:
+def unknown_operators(graph: RankGraph, kind: str = UNKNOWN) -> Counter[str]:
     """Count the operators in ``graph`` without an entry in the table, by name."""
     return Counter(
         task.name
         for task in graph.tasks
         for record in task.operators
-        if isinstance(record, Elementwise) and record.kind == UNKNOWN
+        if isinstance(record, Elementwise) and record.kind == kind
     )
 
 
@@ -444,7 +447,12 @@ class _Builder:
             largest = max(once, key=numel)
             rest = sum(size_bytes(tensor) for tensor in once) - size_bytes(largest)
             width = max(size_bytes(largest) // max(numel(largest), 1), 1)
-            record = Elementwise(UNKNOWN, numel(largest), 0, 1, rest // width, priced_dtype(largest))
+            multiplies = PRODUCTS in call.attributes
+            product = triton_product(call) if multiplies else None
+            if product is not None:
+                return [DeviceWork(call.name, (product,))]
+            kind = UNKNOWN_PRODUCT if multiplies else UNKNOWN
+            record = Elementwise(kind, numel(largest), 0, 1, rest // width, priced_dtype(largest))
             return [DeviceWork(call.name, (record,))]
         shared = {tensor.storage for tensor in inputs}
         in_place = call.name.endswith("_")
@@ -580,12 +588,22 @@ def memory_of(trace: OperatorTrace, architecture: str) -> MemoryUsage:
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:
-    """Return the warning that names the operators without a model."""
-    unknown = unknown_operators(rank)
-    if not unknown:
-        return []
-    names = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
-    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-    return [
-        f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: {names}{more}"
-    ]
+    """Return the warnings that name the operators without a model."""
+    unknown, products = unknown_operators(rank), unknown_operators(rank, UNKNOWN_PRODUCT)
+    warnings = []
+    if unknown:
+        warnings.append(
+            f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: "
+            f"{_names(unknown)}"
+        )
+    if products:
+        warnings.append(
+            f"{sum(products.values())} launches of Triton kernels that multiply matrices of extents not known here, "
+            f"priced by the bytes they move, which is too little: {_names(products)}"
+        )
+    return warnings
+
+
+def _names(counted: Counter[str]) -> str:
+    more = f" and {len(counted) - 5} more" if len(counted) > 5 else ""
+    return ", ".join(f"{name} ({count})" for name, count in counted.most_common(5)) + more

@@ -126,6 +126,7 @@ def _compiled_phases(trace: OperatorTrace) -> tuple[str, ...]:
 _FUSIBLE = (Elementwise, Normalization, Softmax)
 _COPIES = ("transpose", "concat", "split")
 _CASTS = ("aten::_to_copy", "aten::to")
+_SMALL_TABLE = 4096  # elements of a table that stays in the cache
 _UNROLLED, _POOLED = 8, 25  # elements of an unrolled sum; elements of a generated pooling window
 
 
@@ -138,6 +139,8 @@ class _Node:
     fusible: bool
     compiled: bool = True
     level: int = 0
+    # True for one number from all elements: it ends its kernel, which computes what it sums.
+    ends: bool = False
     # Separately compiled part of the model.
     part: object = None
     size: int = 0
@@ -161,14 +164,14 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
     """
     rank = compiled_layout(rank)
     nodes = _nodes(rank, trace, parts)
-    again = _casts_again(nodes)
+    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
+    again = _casts_again(nodes) if trace.regions is None else _not_computed(nodes, freed)
     nodes = [node for node in nodes if node not in again]
     _fuse(nodes)
     members: dict[_Node, list[_Node]] = defaultdict(list)
     for node in nodes:
         members[node.root].append(node)
     used = _uses(nodes)
-    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
     kernels: dict[int, tuple[Task, ...]] = {task.id: () for node in again for task in node.tasks}
     kernels |= {task.id: (_generated_pooling(task),) for node in nodes if _is_pooling(node) for task in node.tasks}
     calls = dict(rank.calls)
@@ -272,7 +275,7 @@ def _nodes(
     for task in rank.tasks:
         if task.call is not None:
             work[task.call].append(task)
-    phases = _compiled_phases(trace)
+    phases, exact = _compiled_phases(trace), trace.regions is not None
     versions: dict[int, int] = {}
     producers: dict[tuple[int, int], _Node] = {}
     nodes: list[_Node] = []
@@ -283,7 +286,7 @@ def _nodes(
         compiled = parts is None or call.id in parts
         fusible = (
             call.phase in phases
-            and _is_fusible(call, work[call.id])
+            and _is_fusible(call, work[call.id], exact)
             and compiled
             and (chosen is None or call.id in chosen)
         )
@@ -291,7 +294,7 @@ def _nodes(
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))
             if version in producers:
-                node.level = max(node.level, producers[version].level)
+                node.level = max(node.level, producers[version].level + producers[version].ends)
             elements = _distinct(tensor)
             node.reads[version] = max(
                 node.reads.get(version, (0, priced_dtype(tensor))), (elements, priced_dtype(tensor))
@@ -303,6 +306,7 @@ def _nodes(
             producers[tensor.storage, call.id] = node
             node.size = max(node.size, _distinct(tensor))
         node.level += not node.fusible
+        node.ends = fusible and any(_is_total(record) for task in work[call.id] for record in task.operators)
         nodes.append(node)
     return nodes
 
@@ -328,6 +332,87 @@ def _casts_again(nodes: list[_Node]) -> set[_Node]:
     return again
 
 
+def _not_computed(nodes: list[_Node], freed: set[int]) -> set[_Node]:
+    """Return nodes that generated code does not compute: what it has computed before, casts that it computes where
+    they are read, and what nobody reads then. Their readers are redirected.
+    """
+    gone = _computed_before(nodes)
+    gone |= _casts_inlined([node for node in nodes if node not in gone])
+    while True:
+        used = {version for node in nodes if node not in gone for version in node.reads}
+        dead = {
+            node
+            for node in nodes
+            if node.fusible and node not in gone and all(each not in used and each[0] in freed for each in node.writes)
+        }
+        if not dead:
+            return gone
+        gone |= dead
+
+
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
+
+
+def _computed_before(nodes: list[_Node]) -> set[_Node]:
+    """Return nodes that compute, in the same region, what another has computed before: large results only in the same
+    pass, since no pass keeps them for the next one.
+    """
+    first: dict[object, _Node] = {}
+    alike: dict[tuple[int, int], tuple[int, int]] = {}  # version -> first version with the same values
+    instead: dict[tuple[int, int], tuple[int, int]] = {}
+    again: set[_Node] = set()
+    for node in nodes:
+        for version in [version for version in node.reads if version in instead]:
+            size = node.reads.pop(version)
+            node.reads[instead[version]] = max(size, node.reads.get(instead[version], size))
+        name = node.call.name
+        if not node.fusible or name.endswith("_") or any(each in name for each in _RANDOM):
+            continue
+        read = tuple(alike.get(version, version) for version in node.reads)
+        made = tuple(_form(each) for each in node.call.outputs)
+        key = (name, read, tuple(_form(each) for each in node.call.inputs), made, _home(node))
+        other = first.setdefault(key, node)
+        if other is node or len(other.writes) != len(node.writes):
+            continue
+        pairs = dict(zip(node.writes, other.writes, strict=True))
+        alike |= {mine: alike.get(its, its) for mine, its in pairs.items()}
+        small = all(elements <= _SMALL_TABLE for elements, _ in node.writes.values())
+        if small or (other.call.phase == node.call.phase and other not in again):
+            again.add(node)
+            instead |= {mine: instead.get(its, its) for mine, its in pairs.items()}
+    return again
+
+
+def _form(value: object) -> object:
+    """Return an argument without the identity of its tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride, value.dtype
+    return tuple(map(_form, value)) if isinstance(value, tuple) else value
+
+
+def _casts_inlined(nodes: list[_Node]) -> set[_Node]:
+    """Return casts that only generated code of the same region reads, which computes them itself: their readers read
+    what is cast.
+    """
+    readers: dict[tuple[int, int], list[_Node]] = defaultdict(list)
+    for node in nodes:
+        for version in node.reads:
+            readers[version].append(node)
+    inlined: set[_Node] = set()
+    for node in nodes:
+        if not node.fusible or node.call.name not in _CASTS or len(node.writes) != 1 or len(node.reads) != 1:
+            continue
+        (version,), ((source, size),) = node.writes, node.reads.items()
+        if not readers[version] or not all(each.fusible and _home(each) == _home(node) for each in readers[version]):
+            continue
+        for each in readers[version]:
+            del each.reads[version]
+            each.reads[source] = max(size, each.reads.get(source, size))
+            readers[source].append(each)
+        inlined.add(node)
+    return inlined
+
+
 def _is_pooling(node: _Node) -> bool:
     records = [record for task in node.tasks for record in task.operators]
     generated = all(isinstance(each, Pooling) and prod(each.kernel) <= _POOLED for each in records)
@@ -344,13 +429,28 @@ def _generated_pooling(task: Task) -> Task:
     return replace(task, name="inductor::triton_pooling", operators=(record,))
 
 
-def _is_fusible(call: OperatorCall, tasks: Iterable[Task]) -> bool:
+def _is_fusible(call: OperatorCall, tasks: Iterable[Task], exact: bool = False) -> bool:
+    """True if a call becomes generated code. ``exact``: the source says what is compiled; then sums of whole tensors
+    and lookups in small tables are generated too.
+    """
+    if exact and call.name == "aten::index" and _distinct(next(_on_device(call.inputs))) <= _SMALL_TABLE:
+        return True
     records = [(task, record) for task in tasks for record in task.operators]
     unrolled = call.phase == "forward"
     return bool(records) and all(
-        task.kind == "kernel" and (_is_chain_work(record) or (unrolled and _is_short_sum(record)))
+        task.kind == "kernel"
+        and (_is_chain_work(record) or (unrolled and _is_short_sum(record)) or (exact and _is_total(record)))
         for task, record in records
     )
+
+
+def _is_total(record: object) -> bool:
+    """True for sums that a kernel ends with: of all elements, or along the outer dimension."""
+    return isinstance(record, Reduction) and record.outputs < record.elements and not _is_row_sum(record)
+
+
+def _is_row_sum(record: Reduction) -> bool:
+    return record.contiguous and record.outputs > 1
 
 
 def _is_short_sum(record: object) -> bool:
@@ -359,9 +459,9 @@ def _is_short_sum(record: object) -> bool:
 
 def _is_chain_work(record: object) -> bool:
     if isinstance(record, Elementwise):
-        return record.kind != "unknown"
+        return not record.kind.startswith("unknown")
     if isinstance(record, Reduction):
-        return record.contiguous and record.outputs > 1
+        return _is_row_sum(record)
     return isinstance(record, _FUSIBLE) or (isinstance(record, Rearrangement) and record.kind in _COPIES)
 
 

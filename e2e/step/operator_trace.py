@@ -149,6 +149,8 @@ class Tensor:
 
 # Prefix of captured launches of Triton kernels.
 TRITON = "triton::"
+# Attribute of those whose source multiplies matrices.
+PRODUCTS = "multiplies matrices"
 # Attribute of calls in a forward pass that runs again inside the backward pass.
 RECOMPUTED = "recomputed"
 # Arguments of operators: tensors, numbers, texts, ``None``, and (nested) tuples of these.

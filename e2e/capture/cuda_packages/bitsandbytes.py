@@ -1,7 +1,11 @@
-"""bitsandbytes, where it is not installed: weights in 4 and 8 bits, optimizers with states in 8 bits."""
+"""bitsandbytes: weights in 4 and 8 bits, optimizers with states in 8 bits.
+
+Where it is installed it runs as it is, with the shapes of its own fake implementations (:func:`patches`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -169,6 +173,27 @@ def _kind(name: str, count: int, eight: bool) -> Any:
         _Optimizer.__init__(self, params, lr, *given, count=count, eight=eight_bits, **named)
 
     return type(name, (_Optimizer,), {"__init__": construct})
+
+
+def patches(package: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of the installed package: weights become codes on the way to the GPU, and paged states are on
+    the GPU.
+    """
+    move = package.nn.Params4bit.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None and device.type in ("meta", "cuda") and not self.bnb_quantized:
+            return self._quantize("cuda")
+        return move(self, *args, **kwargs)
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="cuda")
+
+    yield package.nn.Params4bit, "to", to
+    yield package.functional, "get_paged", get_paged
+    for name in ("prefetch_tensor", "fill"):
+        yield package.functional, name, lambda *_, **__: None
 
 
 class _Manager:

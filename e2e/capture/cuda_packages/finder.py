@@ -13,17 +13,22 @@ import importlib.metadata
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.imports import patched_imports
 from e2e.capture.script_lines import library_folder
+from e2e.capture.stand_ins import Silent
 
 Note = Callable[[str], None]
 
@@ -43,18 +48,20 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "grouped_gemm": ("grouped_products", "0.3.0"),
     "bitsandbytes": ("bitsandbytes", "0.48.0"),
     "kernels": ("kernels_hub", "0.10.0"),
+    "triton": ("triton_language", "3.4.0"),
 }
 # Those that run without CUDA where they are installed.
-_RUN_AS_INSTALLED = ("bitsandbytes", "kernels")
-ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "bitsandbytes", "kernels")
+_RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
+# Stand-ins whose other modules and names are there too, and do nothing.
+_ANYTHING = ("triton",)
+ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "triton")
 # Libraries that import such packages to see whether they are there, and do without them if not.
-LOOK_BY_IMPORTING = ("megatron",)
+LOOK_BY_IMPORTING = ("megatron", "torch")
 # Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
 INSTALLABLE = {
     "liger_kernel": "liger-kernel",
     "fla": "flash-linear-attention",
     "torchao": "torchao",
-    "triton": "triton",
     "cut_cross_entropy": "cut-cross-entropy",
     "quack": "quack-kernels",
 }
@@ -101,6 +108,8 @@ class _Package(ModuleType):
         path = f"{self.__name__}.{name}"
         if _is_known(path):
             return import_module(path)
+        if self.__name__.partition(".")[0] in _ANYTHING and not name.startswith("__"):
+            return Silent()
         if name.startswith("__") or not _asking_library():
             raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
         return _Unknown.of(path)
@@ -117,7 +126,7 @@ def _is_known(name: str) -> bool:
     return any(f"{each}.".startswith(f"{name}.") for each in modules_of(name.partition(".")[0]))
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, note: Note, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
         self.note, self.installed = note, installed
 
@@ -125,9 +134,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         package = name.partition(".")[0]
         if package not in PACKAGES or not self._stands_in(package):
             return None
-        if not _is_known(name) and not _asking_library():
+        if package not in _ANYTHING and not _is_known(name) and not _asking_library():
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return importlib.machinery.ModuleSpec(name, _Loader(self.note), is_package=True)
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
@@ -138,6 +147,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             library not in LOOK_BY_IMPORTING and (package in sys.modules or package in ASKED_BY_LIBRARIES)
         )
 
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of the stand-ins, by which libraries check versions."""
+        wanted = getattr(context, "name", None)
+        packages = ASKED_BY_LIBRARIES if wanted is None else (wanted.replace("-", "_"),)
+        for package in packages:
+            if package in PACKAGES and package not in self.installed and self._stands_in(package):
+                yield _Metadata(package)
+
+
+class _Loader(importlib.abc.Loader):
+    """Loader of one module of a stand-in."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Package(spec.name)
 
@@ -147,14 +171,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, value)
         if module.__name__ == package:
             module.__version__ = PACKAGES[package][1]  # type: ignore[attr-defined]
-            self.note(f"{package} cannot run without a GPU: stood in for, its kernels by name and shape")
-
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the metadata of the stand-ins, by which libraries check versions."""
-        wanted = getattr(context, "name", None)
-        package = (wanted or "").replace("-", "_")
-        if package in PACKAGES and package not in self.installed and self._stands_in(package):
-            yield _Metadata(package)
+            here = "is not installed" if package in _RUN_AS_INSTALLED else "cannot run without a GPU"
+            self.note(f"{package} {here}: stood in for, its kernels by name and shape")
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -162,9 +180,11 @@ class _Metadata(importlib.metadata.Distribution):
         self.package = package
 
     def read_text(self, filename: str) -> str | None:
+        if filename == "top_level.txt":
+            return self.package
         if filename not in ("METADATA", "PKG-INFO"):
             return None
-        return f"Metadata-Version: 2.1\nName: {self.package}\nVersion: {PACKAGES[self.package][1]}\n"
+        return f"Metadata-Version: 2.1\nName: {self.package.replace('_', '-')}\nVersion: {PACKAGES[self.package][1]}\n"
 
     def locate_file(self, path: Any) -> Any:
         return Path(path)
@@ -185,13 +205,45 @@ def _asking_library() -> str:
     return ""
 
 
+def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
+    """Return the patches of bitsandbytes, if it is the installed package."""
+    if isinstance(module, _Package):
+        return ()
+    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
+
+
+def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
+    """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
+
+    def build_of(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(name: str, *args: Any, **kwargs: Any) -> Any:
+            sources = [str(each) for value in (*args[:1], kwargs.get("sources")) if value for each in value]
+            cuda = kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1])
+            if not cuda and not any(each.endswith((".cu", ".cuh")) for each in sources):
+                return original(name, *args, **kwargs)
+            note(f"the CUDA extension {name}, which the program builds, is not built: its kernels are not known here")
+            raise RuntimeError(
+                f"the CUDA extension {name} is not built without a GPU; call functions written with torch instead of it"
+            )
+
+        return build
+
+    return [(module, name, build_of(getattr(module, name))) for name in ("load", "load_inline")]
+
+
 @contextmanager
 def cuda_packages(note: Note) -> Iterator[None]:
     """Context in which CUDA packages can be imported; ``note`` is told of each."""
     finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
+    if "triton" not in finder.installed:
+        import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
+        current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
+        patches = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
+        with current_stream, patched_imports(patches):
+            yield
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
@@ -212,6 +264,11 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
     if not isinstance(error, ModuleNotFoundError):
         return None
+    if error.name != package and package in sys.modules:
+        return (
+            f"{place}imports {error.name}, which the installed {package} does not have: install the version of "
+            f"{package} that the program was written for"
+        )
     if package in INSTALLABLE:
         return (
             f"{place}imports {package}, which is not installed here and needs no GPU: "

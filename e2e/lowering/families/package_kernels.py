@@ -5,10 +5,12 @@ optimizers in 4 and 8 bits.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import cast
 
 from costmodel.operators.attention import Attention, AttentionKernel
-from costmodel.operators.device_work import Elementwise, Normalization, Reduction
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Reduction, ScaledGemm
+from costmodel.operators.layers import DTYPE_BYTES
 from costmodel.operators.lookups import Direction
 from e2e.lowering.families.products import attention_record
 from e2e.lowering.families.work import (
@@ -18,6 +20,7 @@ from e2e.lowering.families.work import (
     UnforeseenCall,
     gpu_inputs,
     gpu_outputs,
+    integers,
     numel,
     priced_dtype,
     size_bytes,
@@ -126,7 +129,61 @@ def _updated(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(call.name, large[0], [gradient, *others], large)]
 
 
+def triton_product(call: OperatorCall) -> Gemm | None:
+    """Return the product that a kernel with products in its source computes, if three of its tensors fit one: the
+    largest, of (m, k), (k, n) and (m, n), each of them transposed or not; None otherwise.
+    """
+    once = list({tensor.id: tensor for tensor in gpu_inputs(call)}.values())
+    matrices = [each for each in once if len(each.shape) >= 2 and _is_float(each)][:_MOST_MATRICES]
+    found: list[Gemm] = []
+    for result in reversed(matrices):  # results come last
+        m, n = result.shape[-2:]
+        others = [each for each in matrices if each is not result and each.shape[:-2] == result.shape[:-2]]
+        for first in others:
+            for k in _rest(first, m):
+                if any(n in second.shape[-2:] and k in _rest(second, n) for second in others):
+                    found.append(Gemm(prod(result.shape[:-2]), m, n, k, priced_dtype(first)))
+    return max(found, key=lambda each: each.flops, default=None)
+
+
+_MOST_MATRICES = 8
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return "float" in tensor.dtype
+
+
+def _rest(tensor: Tensor, extent: int) -> list[int]:
+    """Return the other extent of a matrix one of whose extents is ``extent``; both if they are equal."""
+    rows, columns = tensor.shape[-2:]
+    return [other for one, other in ((rows, columns), (columns, rows)) if one == extent]
+
+
+def _int8_product(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``int8_scaled_mm``: the product in integers, then its scaling to 16 bits."""
+    first, second, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
+    m, (n, k) = numel(first) // first.shape[-1], second.shape
+    scaled = Elementwise("dequant", m * n, 2, 1, 0, priced_dtype(written))  # sums of 32 bits are two of 16
+    return [
+        DeviceWork(call.name, (ScaledGemm(m, n, k, "int8", "tensor", "int32"),)),
+        DeviceWork(call.name, (scaled,)),
+    ]
+
+
+def _product_4bit(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``gemm_4bit`` of many rows: the weight is expanded to 16 bits, then multiplied."""
+    first, codes, written = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
+    n, k = integers(call.inputs[2])
+    m, dtype = numel(first) // k, priced_dtype(written)
+    read = size_bytes(codes) + sum(size_bytes(each) for each in gpu_inputs(call)[2:])
+    expanded = Elementwise("fused", n * k, 0, 1, read // DTYPE_BYTES[dtype], dtype)
+    return [DeviceWork(call.name, (expanded,)), DeviceWork(call.name, (Gemm(1, m, n, k, dtype, transpose_b=True),))]
+
+
 TABLE: dict[str, Lowering] = {
+    "bitsandbytes::gemm_4bit": _product_4bit,
+    "bitsandbytes::int8_scaled_mm": _int8_product,
+    "bitsandbytes::int8_vectorwise_quant": _dequantized,
     "package::attention": _attention("forward"),
     "package::attention_backward": _attention("backward"),
     "package::norm": _norm,

@@ -191,5 +191,5 @@ def test_a_program_with_all_of_it(tmp_path: Path):
     found = predict(command=("python", "train.py"), folder=tmp_path, gpu="a100-sxm-80gb")
     priced = set(found.breakdown["by_operator"])
     assert {"package::attention_backward", "attention::flex", "aten::relu", "aten::_fused_sgd_"} <= priced
-    assert any(line.startswith("flash_attn cannot run without a GPU") for line in (*found.warnings, *found.notes))
-    assert not any("without a model" in line for line in (*found.warnings, *found.notes))
+    assert any(line.startswith("flash_attn cannot run without a GPU") for line in (*found.notes, *found.warnings))
+    assert not any("without a model" in line for line in (*found.notes, *found.warnings))

@@ -189,7 +189,7 @@ def test_kernels_of_the_hub_are_those_of_flash_attention(told: list[str]):
         hub.get_kernel("someone/activation")
 
 
-@pytest.mark.parametrize("package", [each for each in PACKAGES if each not in ("bitsandbytes", "kernels")])
+@pytest.mark.parametrize("package", [each for each in PACKAGES if each not in ("bitsandbytes", "kernels", "triton")])
 def test_every_module_of_a_stand_in_can_be_imported(told: list[str], package: str):
     for name, exports in modules_of(package).items():
         module = import_module(name)
@@ -230,3 +230,16 @@ def test_other_packages_are_named_with_what_to_do(told: list[str], code: str, li
         pytest.skip("it is installed")
     found = said(code)
     assert found is not None and line in found
+
+
+def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):
+    from torch.utils.cpp_extension import load, load_inline
+
+    with pytest.raises(RuntimeError, match="the CUDA extension own is not built without a GPU"):
+        load("own", ["own.cpp", "own_kernel.cu"])
+    with pytest.raises(RuntimeError, match="the CUDA extension mine is not built"):
+        load_inline("mine", cpp_sources="", cuda_sources="__global__ void f() {}")
+    assert told == [
+        f"the CUDA extension {name}, which the program builds, is not built: its kernels are not known here"
+        for name in ("own", "mine")
+    ]
