@@ -28,6 +28,7 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.base.process import Terminated
+from e2e.capture.script_lines import library_folder, script_file
 
 # A training step of 36 layers calls 11,000, one of the 126 layers of Llama 3 405B four times as many.
 MOST_CALLS = 400_000
@@ -208,16 +209,18 @@ def reporting(reference: str) -> Iterator[None]:
         said = "".join(traceback.format_exception_only(error))
         print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
         summary = " ".join(str(error).split())[:200] + _hint(frames)
-        raise ModelError(
-            f"{reference}: the script failed with {type(error).__name__}: {summary}; "
-            "mend it there: it runs without a GPU and without data"
-        ) from error
+        advice = "; mend it there: it runs without a GPU and without data" if file else ""
+        place = reference if file else _place(reference, error)
+        raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}{advice}") from error
 
 
 def _place(reference: str, error: BaseException) -> str:
     """Return file and line of the script where the error was raised, or the script's name."""
     file = Path(reference.rpartition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
+    if not file.name:  # a program with any number of files
+        own = [each for each in frames if script_file(each.filename) and library_folder(each.filename) is None]
+        return f"{script_file(own[-1].filename)}:{own[-1].lineno}" if own else reference
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == file.name]
     return f"{file}:{lines[-1]}" if lines else reference
 

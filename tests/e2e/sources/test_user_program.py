@@ -288,3 +288,11 @@ def test_advice_and_questions(folder: Path) -> None:
     assert found.what_if[1].iteration_seconds < found.what_if[0].iteration_seconds
     with pytest.raises(InputError, match="a program has its own batch"):
         run(folder, "python train.py", what_if=("batch=64",))
+
+
+def test_a_program_that_fails_is_told_by_its_own_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "fails.py").write_text("import torch\n\n\ntorch.nn.Linear(3, 4)(torch.randn(5, 6))\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="^fails.py:4: the script failed with RuntimeError: .*$") as caught:
+        run(folder, "python fails.py")
+    assert "mend it there" not in str(caught.value)
+    assert 'File "fails.py", line 4' in capfd.readouterr().err
