@@ -87,5 +87,7 @@ def _file_in(said: str) -> str | None:
 
 
 def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return False
     path = Path(file).resolve()
     return path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts

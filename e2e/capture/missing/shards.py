@@ -23,13 +23,18 @@ SIDE = 512
 @contextmanager
 def made_up_shards(note: Note) -> Iterator[None]:
     """Context in which shards of WebDataset that are not there are made up."""
+    told: list[Any] = []
 
     def instead_of(opening: Callable[..., Any]) -> Callable[..., Any]:
         def opened(url: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
             local = re.sub(r"^file:(//)?", "", str(url))
             if mode != "rb" or os.path.exists(local) or local == "-":
                 return opening(url, mode, *args, **kwargs)
-            note(f"{url} is not there: {SAMPLES} empty images of {SIDE}x{SIDE} (jpg, png) with txt, json and cls")
+            if not told:
+                told.append(url)
+                note(
+                    f"{url} and others are not there: {SAMPLES} empty images of {SIDE}x{SIDE} each (jpg, png; txt, cls)"
+                )
             return io.BytesIO(_shard())
 
         return opened
