@@ -13,6 +13,7 @@ turns it into an action of the host.
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,6 +46,7 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None
                     stack.enter_context(patch.object(module, switch, _nothing_overrides))
         for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches()):
             stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch.dict(copyreg.dispatch_table, {_Device: _named}))
         yield
 
 
@@ -218,8 +220,9 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
-        # Device numbers, as in `model.to(rank)`, mean GPUs.
+        # Device numbers, as in `model.to(rank)` and `torch.device(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
+        (torch, "device", NumberedDevice),
     ]
 
 
@@ -455,6 +458,40 @@ def _parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
         return parse(*args, **kwargs)
 
     return with_number
+
+
+_Device = torch.device
+
+
+class _DeviceKind(type):
+    """Kind of a class that stands for ``torch.device``: its objects are that class's, and both are equal."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _Device)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _Device)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _Device
+
+    def __hash__(cls) -> int:
+        return hash(_Device)
+
+
+class NumberedDevice(metaclass=_DeviceKind):
+    """``torch.device``, for which a number alone means a GPU, as where there is one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a ``torch.device``."""
+        if len(args) == 1 and not kwargs and is_device_number(args[0]):
+            return _Device("cuda", args[0])
+        return _Device(*args, **kwargs)
+
+
+def _named(device: torch.device) -> tuple[Callable[[str], torch.device], tuple[str]]:
+    """Reduce a device for ``pickle``, which finds the class of objects by its name."""
+    return NumberedDevice, (str(device),)
 
 
 DEFAULT_STREAM = 0

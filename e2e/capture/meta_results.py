@@ -140,11 +140,29 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
 
 
 def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """Return the minimum number of counts, such as one per expert."""
+    """Return the minimum number of counts, such as one per expert; even ones, so that sizes can follow from them."""
     if not _is_meta(tensor):
         return func(tensor, weights, minlength)
-    dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(max(minlength, 1), dtype=dtype, device="meta")
+    bins = max(minlength, 1)
+    result = torch.empty(bins, dtype=torch.int64 if weights is None else weights.dtype, device="meta")
+    if known(tensor) is None and weights is None:
+        know(result, _even(tensor.numel(), bins))
+    return result
+
+
+def _histc(func: Any, tensor: torch.Tensor, bins: int = 100, *args: Any, **kwargs: Any) -> Any:
+    """Return even counts."""
+    if not _is_meta(tensor):
+        return func(tensor, bins, *args, **kwargs)
+    result = tensor.new_empty(bins)
+    if known(tensor) is None:
+        know(result, _even(tensor.numel(), bins).to(result.dtype))
+    return result
+
+
+def _even(number: int, bins: int) -> torch.Tensor:
+    share, left = divmod(number, bins)
+    return share + (torch.arange(bins, device="cpu") < left).long()
 
 
 def _like_first(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +191,15 @@ def _ctc_loss_backward(func: Any, gradient: torch.Tensor, scores: torch.Tensor, 
 
 def _like_second(func: Any, gradient: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return torch.empty_like(tensor) if _is_meta(tensor) else func(gradient, tensor, *args, **kwargs)
+
+
+def _shared_moments(func: Any, data: torch.Tensor, *args: Any) -> Any:
+    """Return sums or moments of each channel in float32: two, or four with the gradients of weight and bias."""
+    if not _is_meta(data):
+        return func(data, *args)
+    count = 4 if func is aten.batch_norm_backward_reduce.default else 2
+    channels = data.shape[1]
+    return tuple(torch.empty(channels, dtype=torch.float32, device="meta") for _ in range(count))
 
 
 def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
@@ -236,7 +263,13 @@ _SPECIAL: dict[Any, Any] = {
     aten.native_dropout.default: _native_dropout,
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
+    aten.batch_norm_stats.default: _shared_moments,
+    aten.batch_norm_gather_stats_with_counts.default: _shared_moments,
+    aten.batch_norm_backward_reduce.default: _shared_moments,
+    aten.batch_norm_elemt.default: _like_first,
+    aten.batch_norm_backward_elemt.default: _like_first,
     aten.bincount.default: _bincount,
+    aten.histc.default: _histc,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices_backward.default: _as_second,
@@ -368,8 +401,9 @@ def _new_tensors(known: _Results) -> Any:
     return made[0] if alone else made
 
 
-# Calls that indicate an assumed size.
+# Calls that indicate an assumed size, and those with assumed counts.
 ASSUMED = "aten::nonzero"
+EVEN_COUNTS = ("aten::bincount", "aten::histc")
 
 
 @dataclass(frozen=True)

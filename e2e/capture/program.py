@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -33,9 +32,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox
-from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
-from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.distributed.distributed_capture import CapturedRank
+from e2e.capture.distributed.rank_processes import spawned_ranks
+from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
@@ -92,6 +95,14 @@ class Evaluation:
     passes: int
     # Description, such as "400 forward passes of GPT without gradients at train.py:212, every 2,000 steps".
     told: str
+
+
+@dataclass(frozen=True)
+class WaitingRank:
+    """Rank that waits for an object, with those that it has sent so far."""
+
+    wait: NotYetSent
+    mailbox: Mailbox
 
 
 class HostTensors(TorchFunctionMode):
@@ -248,39 +259,38 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or with what it waits for, and
+    does not return.
 
     ``scratch``: folder for files that the program must not find later.
     """
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
-    alone = place.world_size == 1
+    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.communication = Communication(recorder)
     notes: list[str] = []
 
     def note(line: str) -> None:
         if line not in notes:
             notes.append(line)
 
-    if not alone:
-        recorder.communication = Communication(recorder)
-
     def finish(calls: Sequence[OperatorCall], told: str) -> None:
-        groups = {} if alone else dict(recorder.communication.groups.ranks)
         trace = OperatorTrace(
             tuple(calls),
             place.rank,
             place.world_size,
-            groups,
+            dict(recorder.communication.groups.ranks),
             launch.title,
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
+            regions=recorder.last_parts,
         )
-        signature: RankSignature = ((digest(calls), (), "", ""),)
-        peers = frozenset() if alone else frozenset(recorder.communication.peers)
-        rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
+        rank = CapturedRank(
+            trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
+        )
         files.undo()
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
@@ -297,35 +307,23 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         local = min(place.gpus_per_node, place.world_size)
         stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
         hub = stack.enter_context(needs_met(job.made_up, scratch, note))
+        stack.enter_context(cuda_packages(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
-        if not alone:
-            stack.enter_context(fake_world(place, recorder, job.mailbox))
-            stack.enter_context(spawned_ranks(place))
-        libraries = LibraryPatches(recorder, stack)
-        recorder.before_wrapper = libraries.update
+        launched = place.world_size > 1 or launch.processes is not None
+        stack.enter_context(fake_world(place, recorder, job.mailbox, launched=launched))
+        stack.enter_context(not_yet_started())
+        stack.enter_context(spawned_ranks(place))
+        stack.enter_context(patched_libraries(recorder))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        _start(launch, hub)
-        finder.at_end()
-
-
-@contextmanager
-def spawned_ranks(place: RankPlace) -> Iterator[None]:
-    """Context in which processes that the program starts for its ranks (``torch.multiprocessing.spawn``) are not
-    started: this process goes on as the one of ``place``.
-    """
-
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
-        fn(place.rank % nprocs, *args)
-
-    spawning = import_module("torch.multiprocessing.spawn")
-    with ExitStack() as stack:
-        for module in (torch.multiprocessing, spawning):
-            stack.enter_context(patch.object(module, "spawn", spawn))
-        stack.enter_context(patch.object(spawning, "start_processes", spawn))
-        yield
+        try:  # before the job is taken down
+            with reporting(launch.title):
+                _start(launch, hub)
+                finder.at_end()
+        except NotYetSent as wait:
+            answer(WaitingRank(wait, job.mailbox))
 
 
 def _samples(recorder: Recorder) -> int | None:
@@ -348,9 +346,11 @@ def _start(launch: Launch, hub: Hub) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise
+            said = f"{end.code}" if isinstance(end.code, str) else f"status {end.code}; its own message is above"
+            raise ModelError(f"{launch.title}: the program ended before its first step: {said}") from None
     except Exception as error:
-        missing = told_missing(error, traceback.extract_tb(error.__traceback__), hub)
+        frames = traceback.extract_tb(error.__traceback__)
+        missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
             raise
         raise ModelError(missing) from None
@@ -372,7 +372,5 @@ def main(job_file: str, answer_file: str) -> None:
 
     try:
         run_program(job, Path(job_file).parent, answer)
-    except NotYetSent as wait:
-        answer(wait)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))

@@ -8,21 +8,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import IO
 
 from costmodel.base.errors import ModelError
-from e2e.capture.distributed.communication import Mailbox
+from e2e.capture.distributed.communication import Mailbox, Parcels
 from e2e.capture.distributed.distributed_capture import CapturedRank, DistributedCapture, RankSignature
+from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import Evaluation, FoundStep, ProgramJob
+from e2e.capture.program import Evaluation, FoundStep, ProgramJob, WaitingRank
 from e2e.step.options import StepOptions
 
 # Bytes of a program's output that are shown.
 MOST_OUTPUT = 20_000
+# Memory of the process of a rank, of a model with billions of parameters.
+RANK_BYTES = 2 << 30
 
 
 @dataclass
@@ -36,19 +40,38 @@ class ProgramRanks:
     # True if data that are not there are made up.
     made_up: bool = False
     found: dict[int, FoundStep] = field(default_factory=dict)
+    # Work of the first rank of each kind.
+    kinds: list[RankWork] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def reference(self) -> str:
         """Name of the program for messages."""
         return self.launch.title
 
+    @property
+    def at_once(self) -> int:
+        """Number of processes for which there are cores and memory."""
+        return max(min(len(os.sched_getaffinity(0)), _free_memory() // RANK_BYTES), 1)
+
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
         if place.rank not in self.found:
-            job = ProgramJob(self.launch, self.options, place, mailbox, self.made_up)
-            self.found[place.rank] = run_rank(job, self.folder)
-            mailbox.sent.update(self.found[place.rank].mailbox.sent)
+            job = ProgramJob(self.launch, self.options, place, Parcels(dict(mailbox.sent)), self.made_up)
+            found = run_rank(job, self.folder)
+            mailbox.merge(place.rank, found.mailbox)
+            if isinstance(found, WaitingRank):
+                raise found.wait
+            self.found[place.rank] = replace(found, rank=replace(found.rank, signature=self._kind(found.rank)))
         return self.found[place.rank].rank
+
+    def _kind(self, rank: CapturedRank) -> RankSignature:
+        work = work_of(rank.trace.calls)
+        with self._lock:
+            number = next((number for number, kind in enumerate(self.kinds) if work.is_like(kind)), len(self.kinds))
+            if number == len(self.kinds):
+                self.kinds.append(work)
+        return ((f"kind {number}", (), "", ""),)
 
     def told(self, capture: DistributedCapture) -> tuple[str, ...]:
         """Describe, for the report, the step that was taken and what the program did not really have."""
@@ -59,12 +82,17 @@ class ProgramRanks:
         """Return the passes of the first captured rank that are no part of its step."""
         return self.found[capture.traces[0].rank].evaluations
 
-    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
-        """Return the operators of the rank's step."""
-        return self.capture(place, mailbox).signature
+    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature | None:
+        """Return None: the work of a rank is known when it has been done."""
+        return None
 
 
-def run_rank(job: ProgramJob, folder: Path) -> FoundStep:
+def _free_memory() -> int:
+    """Bytes that processes may take without others being moved out of memory."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_rank(job: ProgramJob, folder: Path) -> FoundStep | WaitingRank:
     """Run ``job`` in a new process, started in ``folder``, whose output goes to standard error.
 
     Raise the error that ended the program; ``ModelError`` if its process was ended from outside.
@@ -91,7 +119,7 @@ def run_rank(job: ProgramJob, folder: Path) -> FoundStep:
         found = pickle.loads(answer.read_bytes())
     if isinstance(found, BaseException):
         raise found
-    assert isinstance(found, FoundStep)
+    assert isinstance(found, (FoundStep, WaitingRank))
     return found
 
 

@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
-from e2e.capture.meta_results import ASSUMED, SELECTIONS, KnownResults
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError
+from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
 
@@ -204,17 +206,21 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Handler of collectives in the capture of a distributed job.
         self.communication: Any = None
-        # Callback before a tensor subclass dispatches its operator; its library has been imported by then.
-        self.before_wrapper: Callable[[], object] = lambda: None
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
         self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
+        # Their calls, and custom operators, of a program that runs as it is; None for a script's step.
+        self.regions: CompiledRegions | None = None
+        self.custom: CustomOperators | None = None
+        # Context in which PyTorch functions are decided as on CUDA, for implementations that run below them.
+        self.decisions: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
         # Ranges and passes of the last step that was cut.
         self.last_ranges = NamedRanges()
         self.last_passes: tuple[frozenset[int], ...] = ()
+        self.last_parts: dict[int, int] = {}
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
@@ -273,11 +279,15 @@ class Recorder(TorchDispatchMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+            self.regions.enter()
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given``, it ``returned``."""
         if self._here.modules:
             self._here.modules.pop()
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+            self.regions.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
@@ -299,6 +309,7 @@ class Recorder(TorchDispatchMode):
             self._gradients = None
         found = tuple(OperatorCall(**row) for row in self._rows)
         self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
+        self.last_parts = {} if self.regions is None else self.regions.cut()
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
         self._here.node, self._here.node_parent = None, None
         for frame in self._here.frames:
@@ -348,7 +359,6 @@ class Recorder(TorchDispatchMode):
             raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
         if types:
             if any(is_wrapper(kind) for kind in types):
-                self.before_wrapper()
                 return NotImplemented  # the subclass calls the operators that do the work
             if any(kind is FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))  # a library computes shapes
@@ -365,9 +375,14 @@ class Recorder(TorchDispatchMode):
                 return selecting.apart(*args, **kwargs)
         if not self.enabled or self._is_artefact(func):
             return self._result(func, args, kwargs)
+        body = None if self.custom is None else self.custom.implementation(func)
+        if body is not None:
+            ran, result = self._inside(func, body, args, kwargs)
+            if ran:
+                return result
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
-        if row["name"] == ASSUMED and known(args[0]) is None:
+        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None:
             row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"
@@ -380,6 +395,24 @@ class Recorder(TorchDispatchMode):
         result = self.results.run(func, args, kwargs)
         follow(func, args, kwargs, result)
         return result
+
+    def _inside(self, func: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the implementation of a custom operator, and return True and its result; False if it fails, without a
+        trace.
+        """
+        before = len(self._rows)
+        try:
+            with torch._C._EnableTorchFunction(), self.decisions(), self, self._framed(func):
+                return True, body(*args, **kwargs)
+        except (EndlessStepError, NotYetSent):
+            raise
+        except Exception:
+            del self._rows[before:]
+            for frame in self._here.frames:
+                if frame.id is not None and frame.id >= before:
+                    frame.id = None
+            self._here.node, self._here.node_parent = None, None
+            return False, None
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
         """Return a frame of the call ``func`` around its components, unless it has one already."""
@@ -487,6 +520,8 @@ class Recorder(TorchDispatchMode):
             "line": line,
         }
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
+        if self.regions is not None:
+            self.regions.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
@@ -519,6 +554,8 @@ class Recorder(TorchDispatchMode):
         self._here.forward_nodes = latest
         self._module_of[latest - 1] = self._module()
         self._line_of[latest - 1] = line
+        if self.regions is not None:
+            self.regions.note_node(latest - 1)
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1

@@ -73,20 +73,13 @@ def load_script(script: StepFunction, options: StepOptions | None = None, **para
         return replace(workload, streams=streams, compiled=bool(found))
 
 
-def make_workload(
-    script: StepFunction, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
-) -> CapturedWorkload:
-    """Call the script's function without pretending a GPU (see :func:`load_script`).
-
-    ``loaded`` is called after the script and its imports have been loaded.
-    """
+def make_workload(script: StepFunction, parameters: dict[str, Any]) -> CapturedWorkload:
+    """Call the script's function without pretending a GPU (see :func:`load_script`)."""
     reference = script_name(script)
     # A script that parses its command line gets its own defaults, not the options of ``predict``.
     arguments = [reference.rpartition(":")[0]]
     with torch.device("meta"), patch.object(sys, "argv", arguments), reporting(reference):
         function = _imported(script) if isinstance(script, str) else script
-        if loaded is not None:
-            loaded()
         taken = _taken(function, parameters, reference)
         result = function(**taken)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.nn.Module):

@@ -299,5 +299,5 @@ _TRANSLATIONS = (
 def _hint(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return advice for a script of several ranks that was captured as one of a single GPU."""
     distributed = any("torch/distributed/" in frame.filename for frame in frames)
-    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    alone = not torch.distributed.is_available() or not torch.distributed.distributed_c10d._world.pg_map
     return "; it starts a process group: say with --gpus on how many GPUs" if distributed and alone else ""

@@ -12,7 +12,9 @@ from types import FrameType
 
 import torch
 
-_PACKAGES = "site-packages"
+# Where the command was started; the script may change it.
+_FOLDER = Path.cwd()
+_PACKAGES = ("site-packages", "dist-packages")
 # Folders whose frames only carry a call on: PyTorch, this package, Python's library.
 _BETWEEN = tuple(
     f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], sysconfig.get_path("stdlib"))
@@ -31,14 +33,27 @@ def script_line() -> str:
 
 
 @cache
+def library_folder(file: str) -> Path | None:
+    """Return the folder of installed packages that ``file`` is in, or None."""
+    for folder in Path(file).parents:
+        if folder.name in _PACKAGES or (folder != _FOLDER and next(folder.glob("*.dist-info"), None)):
+            return folder
+        if folder == _FOLDER:
+            break
+    return None
+
+
+@cache
 def script_file(file: str) -> str:
     """Return the name of a script's file for the report, or an empty string for code between it and the operator."""
     if file.startswith("<"):  # generated, frozen
         return ""
-    if f"/{_PACKAGES}/" in file:
-        return "" if file.startswith(_BETWEEN[:2]) else file.rpartition(f"/{_PACKAGES}/")[2]
+    if file.startswith(_BETWEEN[:2]):
+        return ""
+    library = library_folder(file)
+    if library is not None:
+        return str(Path(file).relative_to(library))
     if file.startswith(_BETWEEN):
         return ""
-    path = Path(file).absolute()
-    folder = Path.cwd()
-    return str(path.relative_to(folder)) if folder in path.parents else path.name
+    path = _FOLDER / file
+    return str(path.relative_to(_FOLDER)) if _FOLDER in path.parents else path.name

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from e2e.capture.attention import flex_attention
+from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
@@ -33,24 +34,37 @@ from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
 @contextmanager
-def without_compiler(found: list[str]) -> Iterator[None]:
+def without_compiler(found: list[str], regions: CompiledRegions | None = None) -> Iterator[None]:
     """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
-    compiled functions and modules are added to ``found``.
+    compiled functions and modules are added to ``found``; their calls are ``regions``.
     """
     compile_module = torch.compile
 
     def compiled(model: Any = None, **options: Any) -> Any:
+        if options.get("disable"):
+            return model
         if model is None:
             return partial(compiled, **options)
         if isinstance(model, torch.nn.Module):
             found.append(type(model).__name__)
-            return compile_module(model, **{**options, "fullgraph": False})
-        if not str(getattr(model, "__module__", "")).startswith("torch."):
-            found.append(getattr(model, "__name__", "function"))
-        return model
+            return compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})
+        owner = getattr(model, "__self__", None)
+        own = isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) and regions is not None
+        if own or not str(getattr(model, "__module__", "")).startswith("torch."):
+            found.append(type(owner).__name__ if own else getattr(model, "__name__", "function"))
+        return model if regions is None else _region(model, regions)
 
     with patch.object(torch, "compile", compiled):
         yield
+
+
+def _region(function: Callable[..., Any], regions: CompiledRegions) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with regions.region():
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -186,11 +200,14 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
-        stack.enter_context(without_compiler(recorder.compiled))
+        stack.enter_context(without_compiler(recorder.compiled, recorder.regions))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.called))
         stack.enter_context(followed_threads(recorder, options.form))
+        recorder.decisions = lambda: GpuDecisions(recorder, options.form)
+        if recorder.custom is not None:
+            stack.enter_context(recorder.custom.noticed())
         stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(recorder)
         yield
@@ -241,6 +258,8 @@ def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) ->
         if id(optimizer) in warming:
             return
         _choose_form(optimizer, form)
+        if recorder.regions is not None and recorder.regions.inside:
+            _choose_fused(optimizer)
         if not recorder.enabled:  # called by another optimizer while that makes its state
             return
         if steady and not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
@@ -270,3 +289,10 @@ def _choose_form(optimizer: Any, form: OptimizerForm) -> None:
     for group in optimizer.param_groups:
         if form == "fused" and "fused" in group and group["fused"] is None and group.get("foreach") is None:
             group["fused"] = True
+
+
+def _choose_fused(optimizer: Any) -> None:
+    """Set the fused form, which moves what a compiled step moves, if the optimizer has one."""
+    for group in optimizer.param_groups:
+        if group.get("fused") is None and "fused" in group:
+            group["fused"], group["foreach"] = True, False

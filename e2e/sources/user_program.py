@@ -14,9 +14,8 @@ from e2e.capture.launcher import Launch, parse_command
 from e2e.capture.program import Evaluation
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
-from e2e.sources.known_requests import Program
-from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.step_setting import cluster_of, on_machine, step_options
+from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, run_step, step_options
+from e2e.sources.requests import Program
 from e2e.sources.user_script import seen_gpu, step_of_ranks
 from e2e.step.options import StepOptions
 
@@ -40,6 +39,8 @@ def prepare(request: Program) -> PreparedStep:
 
     captured, told, evaluations = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
+    if options.compile:  # all of it, whatever the program compiles itself
+        captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
     apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]
@@ -52,7 +53,7 @@ def _evaluation_told(
     """Return a note of passes that are no part of the step, with their time."""
     rank = evaluation.trace.rank
     once = replace(captured, traces=(evaluation.trace,), multiplicity={rank: cluster.gpus}, samples=None)
-    seconds = run(step_of_ranks(request, once, options, cluster, taken={})).prediction.iteration_seconds
+    seconds = run_step(step_of_ranks(request, once, options, cluster, taken={})).prediction.iteration_seconds
     return f"not in the step: {evaluation.told}: {evaluation.passes * seconds:.3g} s"
 
 

@@ -1,8 +1,8 @@
 """Operators of a rank behind the tasks of its graph, and several of its calls replaced by a single one.
 
 :class:`TracedRank` maps tasks, predicted or recorded, to their operators, and those to tensors and names. Calls that
-one kernel can replace are chains of element-wise operators, and lookups in several tables; :func:`merge` removes their
-launches and the host work around them.
+one kernel can replace are chains of element-wise operators, and lookups in several tables; :func:`merge_calls` removes
+their launches and the host work around them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def written_by(call: OperatorCall) -> set[int]:
     return {tensor.storage for tensor in tensors(values) if tensor.device != "cpu"}
 
 
-def names_in(ranks: Collection[TracedRank]) -> list[str]:
+def operator_names(ranks: Collection[TracedRank]) -> list[str]:
     """Names of the operators that launch something, the most frequent first."""
     counts: dict[str, int] = {}
     for rank in ranks:
@@ -169,7 +169,7 @@ class MergedCalls:
     work: tuple[DeviceWork, ...]
 
 
-def merge(
+def merge_calls(
     rank: RankGraph,
     merged: Iterable[MergedCalls],
     homes: Mapping[int, int],

@@ -11,6 +11,7 @@ capture of one rank: a rank that requests an object not sent yet stops with
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
 from e2e.capture.environment import WAIT_EVENT
+from e2e.capture.known_values import know, known
 from e2e.capture.script_errors import NotYetSent
 from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
@@ -147,6 +149,8 @@ class Communication:
         group = ProcessGroup.unbox(given["process_group"])
         written = tensors[0] if name != EAGER_CALLS["send"] else []
         work = self._work(written)
+        if name == EAGER_CALLS["all_to_all"]:
+            _exchange_known(given["output"], given["input"])
         if any(tensor.device.type != "cpu" for found in tensors for tensor in found):
             attributes = self._attributes(group, given, func)
             self._record(name, inputs, (written,), attributes | {"work": work.number})
@@ -226,6 +230,15 @@ class Communication:
             return torch.cat(received.chunk(size), dim=gather_dim)
 
 
+def _exchange_known(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Note what a rank receives of known numbers, such as tokens for each expert: what it sends, as if the others did
+    the same.
+    """
+    values = known(source)
+    if values is not None and output.shape == source.shape:
+        know(output, values)
+
+
 def _splits(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rows for and from each rank of an uneven exchange; raise ``ModelError`` if they do not match their
     tensor.
@@ -272,6 +285,12 @@ class Mailbox:
         if place > len(box):
             box.append(objects)
 
+    def merge(self, source: int, other: Mailbox) -> None:
+        """Add what ``source`` has sent in ``other``, a copy that its process was given."""
+        for pair, box in other.sent.items():
+            if pair[0] == source and len(box) > len(self.sent.get(pair, ())):
+                self.sent[pair] = box
+
     def ready(self, rank: int, wanted: NotYetSent) -> bool:
         """True if the object that ``rank`` waited for has been sent."""
         return len(self.sent.get((wanted.source, rank), [])) > wanted.place
@@ -284,3 +303,13 @@ class Mailbox:
             raise NotYetSent(source, place)
         self._taken[source, target] = place + 1
         return box[place]
+
+
+class Parcels(Mailbox):
+    """Mailbox of a process that is one rank: objects are bytes outside it."""
+
+    def post(self, source: int, target: int, objects: list[Any]) -> None:
+        super().post(source, target, [pickle.dumps(objects)])
+
+    def take(self, source: int, target: int) -> list[Any]:
+        return list(pickle.loads(super().take(source, target)[0]))

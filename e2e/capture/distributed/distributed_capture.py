@@ -6,19 +6,23 @@ are captured once; ``multiplicity`` of the graph gives the number that each repr
 1. Rank 0, and every rank that a captured one sends to or receives from: one per pipeline stage.
 2. Ranks that meet only in collectives count as identical: data-parallel, FSDP and tensor-parallel ranks are one each.
    Of a tensor that does not divide evenly rank 0 holds the largest part, so it represents the slowest.
-3. This is checked: the last rank of the job is constructed (not run), and its parameters and buffers are compared with
-   those of the captured ranks by name, shape, dtype and placement. If they differ (tables of embeddings spread over the
-   ranks), all ranks of the smallest process group whose last rank differs are captured.
-4. ``ranks`` names the ranks to capture instead, for example if the code branches by rank without a difference in the
-   parameters; their partners in point-to-point calls are captured too.
+3. This is checked: the last rank of the job is compared with the captured ones, a script by name, shape, dtype and
+   placement of its parameters and buffers, a program by the work of its step
+   (:mod:`e2e.capture.distributed.rank_work`). If it differs (tables of embeddings spread over the ranks, parameters
+   that each rank updates for all), one rank of each kind is captured of the smallest process group whose last rank
+   differs. Ranks between two of the same kind are taken to be of that kind too.
+4. ``ranks`` names the ranks to capture instead, for example if the code of a script branches by rank without a
+   difference in the parameters; their partners in point-to-point calls are captured too.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +30,7 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError, Say
 from e2e.capture.distributed.communication import Communication, Mailbox
-from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.distributed.world import RankPlace, fake_world, patched_libraries
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting, tf32_switches
 from e2e.capture.script_errors import NotYetSent
@@ -128,15 +132,8 @@ def _prepared(
         stack.enter_context(own_process())
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
-
-        libraries = LibraryPatches(recorder, stack)
-
-        def make() -> CapturedWorkload:
-            workload = make_workload(script.script, script.parameters, libraries.update)
-            libraries.update()  # for imports of the function itself
-            return workload
-
-        yield recorder, make
+        stack.enter_context(patched_libraries(recorder))
+        yield recorder, partial(make_workload, script.script, script.parameters)
 
 
 def _forget(names: set[str], script: StepFunction) -> None:
@@ -216,12 +213,17 @@ class RankProgram(Protocol):
         """Name for messages."""
         ...
 
+    @property
+    def at_once(self) -> int:
+        """Number of ranks that may be captured at the same time, in threads."""
+        ...
+
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Capture a steady step of the rank ``place``; raise ``NotYetSent`` if it waits for an object."""
         ...
 
-    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
-        """Return what tells ranks with different programs apart."""
+    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature | None:
+        """Return what tells ranks with different programs apart, or None if only a captured step does."""
         ...
 
 
@@ -236,22 +238,27 @@ def capture_job(
     """Capture one steady step of ``program`` on ``gpus`` GPUs (see the rules in the module docstring)."""
     job = _Job(program, gpus, gpus_per_node, progress)
     job.check(ranks)
+    kinds: dict[int, int] = {}
     if ranks:
         job.capture(ranks)
     else:
+        if program.at_once > 1:
+            job.run(sorted({0, gpus - 1}))
         job.capture([0])
-        job.capture(job.unlike())
+        kinds = job.kinds()
+        job.capture(list(kinds))
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
     first = job.captured[order[0]]
     source = f"{program.reference} on {gpus} GPUs" if gpus > 1 else program.reference
     sizes = first.samples, first.sequence_length
-    return DistributedCapture(traces, _multiplicity(order, gpus), source, *sizes, switches=first.switches)
+    return DistributedCapture(traces, _multiplicity(order, kinds, gpus), source, *sizes, switches=first.switches)
 
 
 @dataclass(frozen=True)
 class _ScriptRanks:
     script: RankScript
+    at_once: int = 1
 
     @property
     def reference(self) -> str:
@@ -271,7 +278,10 @@ class _Job:
     gpus_per_node: int
     progress: Say | None
     mailbox: Mailbox = field(default_factory=Mailbox)
+    # Ranks that were run, and those of them that stand for the job.
+    seen: dict[int, CapturedRank] = field(default_factory=dict)
     captured: dict[int, CapturedRank] = field(default_factory=dict)
+    signatures: dict[int, RankSignature] = field(default_factory=dict)
 
     def check(self, ranks: Sequence[int] | None) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
@@ -283,65 +293,113 @@ class _Job:
                 )
 
     def capture(self, ranks: Sequence[int]) -> None:
-        """Capture ``ranks`` and their peers; a rank that waits for an object is captured again when it has been
-        sent.
-        """
-        wanted = [rank for rank in dict.fromkeys(ranks) if rank not in self.captured]
-        waiting: dict[int, NotYetSent] = {}
-        while wanted:
-            rank = self._next(wanted, waiting)
-            found = self._attempt(rank, waiting)
-            if rank in self.captured:
-                wanted.remove(rank)
-            wanted += [peer for peer in sorted(found) if peer not in self.captured and peer not in wanted]
+        """Capture ``ranks`` and their peers, unless they have been."""
+        self.captured.update((rank, self.seen[rank]) for rank in self.run(ranks))
 
-    def _next(self, wanted: list[int], waiting: dict[int, NotYetSent]) -> int:
-        for rank in wanted:
-            if rank not in waiting or self.mailbox.ready(rank, waiting[rank]):
-                return rank
+    def run(self, ranks: Sequence[int]) -> list[int]:
+        """Run ``ranks`` and their peers, unless they have been run, and return all of them; a rank that waits for an
+        object is run again when it has been sent.
+        """
+        waiting: dict[int, NotYetSent] = {}
+        all_ranks = list(dict.fromkeys(ranks))
+        while True:
+            for rank in all_ranks:  # which grows
+                peers = self.seen[rank].peers if rank in self.seen else ()
+                all_ranks += [peer for peer in sorted(peers) if peer not in all_ranks]
+            wanted = [rank for rank in all_ranks if rank not in self.seen]
+            if not wanted:
+                return all_ranks
+            for found in self._attempts(self._next(wanted, waiting), waiting):
+                all_ranks += [peer for peer in sorted(found) if peer not in all_ranks]
+
+    def _next(self, wanted: list[int], waiting: dict[int, NotYetSent]) -> list[int]:
+        ready = [rank for rank in wanted if rank not in waiting or self.mailbox.ready(rank, waiting[rank])]
+        if ready:
+            return ready[: self.program.at_once]
         rank = wanted[0]
         raise ModelError(
             f"{self.program.reference}: rank {rank} waits for an object from rank {waiting[rank].source}, which never "
             "sends one; look for recv_object_list without its send_object_list"
         )
 
+    def _attempts(self, ranks: list[int], waiting: dict[int, NotYetSent]) -> list[set[int]]:
+        """Run ``ranks`` at the same time, or note the objects they wait for; return the peers of each."""
+        if len(ranks) == 1:
+            return [self._attempt(ranks[0], waiting)]
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(lambda rank: self._attempt(rank, waiting), ranks))
+
     def _attempt(self, rank: int, waiting: dict[int, NotYetSent]) -> set[int]:
-        """Capture ``rank`` or note the object it waits for; return its peers."""
+        """Run ``rank`` or note the object it waits for; return its peers."""
         if self.progress is not None:
             self.progress(f"capturing rank {rank} of {self.gpus}")
         try:
-            self.captured[rank] = self.program.capture(self._place(rank), self.mailbox)
+            self.seen[rank] = self.program.capture(self._place(rank), self.mailbox)
         except NotYetSent as wait:
             waiting[rank] = wait
             return {wait.source} | {target for source, target in self.mailbox.sent if source == rank}
-        return set(self.captured[rank].peers)
+        return set(self.seen[rank].peers)
 
-    def unlike(self) -> list[int]:
-        """Return the ranks whose parameters differ from those captured so far (rule 3 in the module docstring)."""
+    def kinds(self) -> dict[int, int]:
+        """Return the first rank of each kind in a process group with ranks unlike those captured so far, and how many
+        of that group are of its kind (rule 3 in the module docstring).
+        """
         known = {each.signature for each in self.captured.values()}
         if self._signature(self.gpus - 1) in known:
-            return []
+            return {}
         groups = {ranks for each in self.captured.values() for ranks in each.trace.process_groups.values()}
         for members in sorted(groups, key=len):
             if members[-1] not in self.captured and self._signature(members[-1]) not in known:
-                if len(members) > MOST_DIFFERENT:
-                    raise InputError(
-                        f"{self.program.reference}: the {len(members)} ranks of a process group hold different "
-                        "parameters; name those to capture (--ranks 0,1,...)"
-                    )
-                return list(members)
-        return [self.gpus - 1]
+                self._compare(members)
+                found: dict[RankSignature, list[int]] = {}
+                for rank in members:
+                    found.setdefault(self.signatures[rank], []).append(rank)
+                return {alike[0]: len(alike) for alike in found.values()}
+        return {self.gpus - 1: 1}
+
+    def _compare(self, members: Sequence[int]) -> None:
+        """Note the signatures of ``members``; those between two of the same kind are not looked at."""
+        parts = [tuple(members)]
+        while parts:
+            unlike = [part for part in parts if self._signature(part[0]) != self._signature(part[-1])]
+            for part in parts:
+                if part not in unlike:
+                    self.signatures.update(dict.fromkeys(part, self.signatures[part[0]]))
+            if len(set(self.signatures.values())) > MOST_DIFFERENT:
+                raise InputError(
+                    f"{self.program.reference}: more than {MOST_DIFFERENT} ranks of a process group hold different "
+                    "parameters; name those to capture (--ranks 0,1,...)"
+                )
+            middles = {part: len(part) // 2 for part in unlike if len(part) > 2}
+            self._sign([part[middle] for part, middle in middles.items()])
+            parts = [half for part, middle in middles.items() for half in (part[: middle + 1], part[middle:])]
 
     def _signature(self, rank: int) -> RankSignature:
-        if rank in self.captured:
-            return self.captured[rank].signature
-        return self.program.signature(self._place(rank), self.mailbox)
+        self._sign([rank])
+        return self.signatures[rank]
+
+    def _sign(self, ranks: Sequence[int]) -> None:
+        """Note the signatures of ``ranks``."""
+        for rank in ranks:
+            if rank not in self.signatures and rank not in self.seen:
+                signature = self.program.signature(self._place(rank), self.mailbox)
+                if signature is None:
+                    self.run(ranks)
+                else:
+                    self.signatures[rank] = signature
+            if rank not in self.signatures:
+                self.signatures[rank] = self.seen[rank].signature
 
     def _place(self, rank: int) -> RankPlace:
         return RankPlace(rank, self.gpus, self.gpus_per_node)
 
 
-def _multiplicity(ranks: Sequence[int], gpus: int) -> dict[int, int]:
-    """Divide ``gpus`` evenly over the captured ranks; the first one gets the remainder."""
+def _multiplicity(ranks: Sequence[int], kinds: Mapping[int, int], gpus: int) -> dict[int, int]:
+    """Divide ``gpus`` over the captured ranks, by the number of each kind if that is known, else evenly; the first one
+    gets the remainder.
+    """
+    whole = sum(kinds.values()) if set(kinds) == set(ranks) else 0
+    if whole and gpus % whole == 0:
+        return {rank: kinds[rank] * (gpus // whole) for rank in ranks}
     share, left = divmod(gpus, len(ranks))
     return {rank: share + (left if rank == ranks[0] else 0) for rank in ranks}

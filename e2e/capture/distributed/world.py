@@ -19,10 +19,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.environment import on_gpu
+from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.recorder import Recorder
 
 
@@ -60,13 +61,6 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     def register_later(self: Any, state: Any, hook: Any) -> None:
         self._capture_hook = (hook, state)
-
-    def without_exchange(self: Any, input: torch.Tensor) -> Any:
-        if self.training and dist.get_world_size(self.process_group) > 1:
-            raise ModelError("SyncBatchNorm is not captured; keep BatchNorm: what it exchanges per layer is small")
-        return super(torch.nn.SyncBatchNorm, self).forward(input)
-
-    yield torch.nn.SyncBatchNorm, "forward", without_exchange
 
     def run_forward(self: Any, *inputs: Any, **named: Any) -> Any:
         if self._moves_inputs:
@@ -106,53 +100,80 @@ class _QuietLogger:
         return getattr(self._logger, name)
 
 
-class LibraryPatches:
-    """Patches of libraries that the script has imported, which together take seconds to import.
+@contextmanager
+def not_yet_started() -> Iterator[None]:
+    """Context in which a program finds no process group before it has started it."""
+    world, member = c10d._get_default_group(), c10d.GroupMember
+    start, end = dist.init_process_group, dist.destroy_process_group
 
-    FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced, the vote of
-    pipeline stages, the state of DTensor's random numbers. ``stack`` undoes everything.
+    def init(*args: Any, **kwargs: Any) -> None:
+        member.WORLD = world
+        start(*args, **kwargs)
+
+    def destroy(group: Any = None) -> None:
+        if group is None or group is world:
+            member.WORLD = None
+        end(group)
+
+    with ExitStack() as stack:
+        for module in (dist, c10d, import_module("torch.distributed.device_mesh")):
+            stack.enter_context(patch.object(module, "init_process_group", init))
+            if hasattr(module, "destroy_process_group"):
+                stack.enter_context(patch.object(module, "destroy_process_group", destroy))
+        stack.callback(setattr, member, "WORLD", world)
+        member.WORLD = None
+        yield
+
+
+@contextmanager
+def patched_libraries(recorder: Recorder) -> Iterator[None]:
+    """Context in which the libraries of distributed jobs that a script imports run on tensors without memory.
+
+    FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced; FSDP1's
+    comparison of memory by its address; the vote of pipeline stages; the state of DTensor's random numbers.
     """
+    patches: dict[str, Patches] = {
+        "torch.distributed.fsdp": lambda fsdp: (*_fsdp1_patches(recorder), *_fsdp2_patches(recorder)),
+        "torch.distributed.pipelining": _pipeline_patches,
+        "torch.distributed.tensor": _tensor_patches,
+    }
+    with patched_imports(patches):
+        yield
 
-    def __init__(self, recorder: Recorder, stack: ExitStack) -> None:
-        self._recorder = recorder
-        self._stack = stack
-        self._done: set[str] = set()
-        # For libraries imported by the script's function.
-        stack.enter_context(patch.object(recorder, "before_wrapper", self.update))
 
-    def update(self) -> None:
-        """Patch the libraries imported since the last call."""
-        for name, patches in (
-            ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
-            ("torch.distributed.pipelining.schedules", self._pipelines),
-            ("torch.distributed.tensor._random", self._random_numbers),
-        ):
-            if name in sys.modules and name not in self._done:
-                self._done.add(name)
-                for target, attribute, value in patches(sys.modules[name]):
-                    self._stack.enter_context(patch.object(target, attribute, value))
+def _fsdp2_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    params = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+    yield params, "_chunk_with_empty", _Chunks
+    yield params.FSDPParam, "reset_sharded_param", _renewed(params.FSDPParam.reset_sharded_param)
+    for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+        yield module, name, _resized(recorder, getattr(module, name))
 
-    def _fsdp(self, params: Any) -> Iterator[tuple[Any, str, Any]]:
-        group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-        first_version = import_module("torch.distributed.fsdp").FullyShardedDataParallel
-        yield first_version, "__init__", _refuse_first_version
-        yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
-        yield params, "_chunk_with_empty", _Chunks
-        yield params.FSDPParam, "reset_sharded_param", _renewed(params.FSDPParam.reset_sharded_param)
-        for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
-            yield module, name, _resized(self._recorder, getattr(module, name))
 
-    def _pipelines(self, schedules: Any) -> Iterator[tuple[Any, str, Any]]:
-        yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    params = import_module("torch.distributed.fsdp._flat_param")
+    yield params, "_same_storage", _shares_memory
+    yield params, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
+    for name in ("_free_storage", "_alloc_storage"):
+        yield params, name, _resized(recorder, getattr(params, name))
 
-    def _random_numbers(self, random: Any) -> Iterator[tuple[Any, str, Any]]:
-        """Patch ``torch.nn.init`` of sharded parameters, where ranks would synchronise a state on the GPU."""
-        made = random._RNGStateTracker.__init__
-        yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
-        yield random, "_rng_tracker", None  # state made during a capture does not outlive it
-        sharding = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
-        infer = "_propagate_tensor_meta_non_cached"
-        yield sharding, infer, _filled_in_place(getattr(sharding, infer))
+
+def _pipeline_patches(pipelining: Any) -> Iterator[tuple[Any, str, Any]]:
+    yield pipelining.schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+
+def _tensor_patches(tensor: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of ``torch.nn.init`` of sharded parameters, where ranks would synchronise a state on the
+    GPU.
+    """
+    random = tensor._random
+    made = random._RNGStateTracker.__init__
+    yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
+    yield random, "_rng_tracker", None  # state made during a capture does not outlive it
+    sharding = tensor._sharding_prop.ShardingPropagator
+    infer = "_propagate_tensor_meta_non_cached"
+    yield sharding, infer, _filled_in_place(getattr(sharding, infer))
 
 
 def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -168,8 +189,8 @@ def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
     return inferred
 
 
-def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
-    raise ModelError("FullyShardedDataParallel (FSDP1) is not captured; use torch.distributed.fsdp.fully_shard")
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 class _Chunks:
@@ -208,10 +229,10 @@ def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
     return reset_sharded_param
 
 
-def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    def resize(tensor: torch.Tensor) -> None:
+def _resized(recorder: Recorder, function: Callable[..., None]) -> Callable[..., None]:
+    def resize(tensor: torch.Tensor, *size: Any) -> None:
         before = tensor.untyped_storage().size()
-        function(tensor)
+        function(tensor, *size)
         after = tensor.untyped_storage().size()
         if before and not after:
             recorder.convert.identities.emptied(tensor)
@@ -257,13 +278,16 @@ class RankPlace:
 
 
 @contextmanager
-def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
-    """Context in which this process is the rank ``place``; everything is restored on exit."""
+def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox, *, launched: bool = True) -> Iterator[None]:
+    """Context in which this process is the rank ``place``; everything is restored on exit.
+
+    ``launched``: it has the environment of ``torchrun``.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mailbox.begin(place.rank)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, place.environment()))
+        stack.enter_context(patch.dict(os.environ, place.environment() if launched else {}))
         stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # changed by the next line
         dist.init_process_group("fake", rank=place.rank, world_size=place.world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
@@ -301,6 +325,13 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return new_group(ranks, timeout, None, *args, **more)
 
     yield dist, "get_backend", lambda group=None: "nccl"
+    made = AsyncCollectiveTensor.__new__
+
+    def make(kind: type, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # it is where its contents are
+            return made(kind, *args, **kwargs)
+
+    yield AsyncCollectiveTensor, "__new__", make
     for module in (dist, c10d):
         yield module, "new_group", group
         yield module, "init_process_group", init

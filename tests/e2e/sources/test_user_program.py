@@ -129,6 +129,11 @@ def test_refusals(folder: Path, command: str, options: dict[str, object], said: 
         run(folder, command, **options)
 
 
+def test_a_program_that_refuses_its_arguments_is_told(folder: Path) -> None:
+    with pytest.raises(ModelError, match="train.py: the program ended before its first step: status 2; its own"):
+        run(folder, "python train.py --no-such-option")
+
+
 def test_a_program_that_takes_no_step_is_told(folder: Path) -> None:
     (folder / "nothing.py").write_text("print('nothing')\n", encoding="utf-8")
     with pytest.raises(ModelError, match="ended without a step on the GPU"):
