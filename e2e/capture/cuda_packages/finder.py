@@ -152,9 +152,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         """Yield the metadata of the stand-ins, by which libraries check versions."""
         wanted = getattr(context, "name", None)
-        package = (wanted or "").replace("-", "_")
-        if package in PACKAGES and package not in self.installed and self._stands_in(package):
-            yield _Metadata(package)
+        for package in ASKED_BY_LIBRARIES if wanted is None else (wanted.replace("-", "_"),):
+            if package in PACKAGES and package not in self.installed and self._stands_in(package):
+                yield _Metadata(package)
+
+
+# Names of distributions that differ from what is imported.
+_DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3"}
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -162,9 +166,12 @@ class _Metadata(importlib.metadata.Distribution):
         self.package = package
 
     def read_text(self, filename: str) -> str | None:
+        if filename == "top_level.txt":
+            return self.package
         if filename not in ("METADATA", "PKG-INFO"):
             return None
-        return f"Metadata-Version: 2.1\nName: {self.package}\nVersion: {PACKAGES[self.package][1]}\n"
+        name = _DISTRIBUTIONS.get(self.package, self.package)
+        return f"Metadata-Version: 2.1\nName: {name}\nVersion: {PACKAGES[self.package][1]}\n"
 
     def locate_file(self, path: Any) -> Any:
         return Path(path)

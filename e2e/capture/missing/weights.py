@@ -230,8 +230,9 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
         quantizer = module.get_hf_quantizer(config, quantized, None, True, {})[0]
         model = cls._from_config(config, *args, dtype=dtype, **options)
         if quantizer is not None:  # puts its layers in place of those with full weights
-            quantizer.preprocess_model(model=model)
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
             model.hf_quantizer, model.is_quantized = quantizer, True
+            quantizer.postprocess_model(model)
         model.eval()
         note(f"{name}: {type(model).__name__} by its configuration, weights not read")
         return (model, {name: [] for name in _LOADING_INFORMATION}) if told else model
