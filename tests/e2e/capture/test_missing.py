@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 from costmodel.base.errors import ModelError
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.imports import patched_imports
+from e2e.capture.missing import hub_datasets
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
@@ -138,7 +140,15 @@ def test_a_program_of_names_of_the_hub_runs_without_its_files(folder: Path) -> N
     ("arguments", "data", "said"),
     [
         (("nobody/knows-it", "sst2"), "synthetic", r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
-        (("google-bert/bert-base-cased", "strange"), "synthetic", "its columns are not known; put some rows of it"),
+        (
+            ("google-bert/bert-base-cased", "strange"),
+            "synthetic",
+            (
+                ("google-bert/bert-base-cased", "strange"),
+                "synthetic",
+                r"tune.py:\d+: load_dataset\(.*put some rows of it",
+            ),
+        ),
     ],
 )
 def test_what_is_not_known_is_named_with_what_to_give(
@@ -147,6 +157,27 @@ def test_what_is_not_known_is_named_with_what_to_give(
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=said):
         run(folder, *arguments, data=data)
+
+
+def test_without_synthetic_data_the_missing_are_named(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    (folder / "rows.py").write_text("import datasets\ndatasets.load_dataset('glue', 'sst2')\n", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"rows.py:2: load_dataset\('glue sst2'\): not here; give --data synthetic"):
+        predict(command=("python", "rows.py"), folder=folder, gpu="h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [("train", 2048), ("train[:1000]", 1000), ("validation[50%:]", 128), ("train+test", 2304), ("train[-8:]", 8)],
+)
+def test_a_split_has_the_rows_that_it_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, split: str, rows: int
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    found = hub_datasets.split_of(import_module("datasets"), {"text": hub_datasets.Text(10)}, split, {})
+    assert len(found) == rows and len(found[0]["text"]) == 10
+    for name in ("datasets", "datasets.load"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_names_of_the_hub_share_configurations_with_presets() -> None:
