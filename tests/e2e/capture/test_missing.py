@@ -137,26 +137,16 @@ def test_a_program_of_names_of_the_hub_runs_without_its_files(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "data", "said"),
+    ("arguments", "said"),
     [
-        (("nobody/knows-it", "sst2"), "synthetic", r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
-        (
-            ("google-bert/bert-base-cased", "strange"),
-            "synthetic",
-            (
-                ("google-bert/bert-base-cased", "strange"),
-                "synthetic",
-                r"tune.py:\d+: load_dataset\(.*put some rows of it",
-            ),
-        ),
+        (("nobody/knows-it", "sst2"), r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
+        (("google-bert/bert-base-cased", "strange"), r"tune.py:\d+: load_dataset\(.*put some rows of it"),
     ],
 )
-def test_what_is_not_known_is_named_with_what_to_give(
-    folder: Path, arguments: tuple[str, ...], data: str, said: str
-) -> None:
+def test_what_is_not_known_is_named_with_what_to_give(folder: Path, arguments: tuple[str, ...], said: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=said):
-        run(folder, *arguments, data=data)
+        run(folder, *arguments, data="synthetic")
 
 
 def test_without_synthetic_data_the_missing_are_named(folder: Path) -> None:
