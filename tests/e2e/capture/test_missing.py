@@ -179,6 +179,25 @@ def test_names_of_the_hub_share_configurations_with_presets() -> None:
     assert published_parts("CompVis/stable-diffusion-v1-4")["unet"]["cross_attention_dim"] == 768
 
 
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("Qwen/Qwen2-0.5B", 494.0),
+        ("HuggingFaceTB/SmolLM2-135M", 134.5),
+        ("facebook/opt-350m", 331.2),
+        ("EleutherAI/pythia-410m", 405.3),
+        ("google/gemma-2b", 2506.2),
+        ("microsoft/phi-2", 2779.7),
+        ("meta-llama/Llama-3.2-3B", 3212.7),
+    ],
+)
+def test_a_published_model_has_its_number_of_parameters(name: str, millions: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**published(name)))
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B"])
 def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
