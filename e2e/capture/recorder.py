@@ -603,9 +603,11 @@ class Recorder(TorchDispatchMode):
 
 
 def _lengths(value: Any) -> Iterator[int]:
-    """Yield the lengths along the first dimension of the tensors in ``value``: tuples, lists and mappings of them."""
+    """Yield the lengths along the first dimension of the tensors on the GPU in ``value``: tuples, lists and mappings of
+    them.
+    """
     if isinstance(value, torch.Tensor):
-        if value.dim():
+        if value.dim() and (value.is_cuda or value.is_meta):
             yield value.shape[0]
     elif isinstance(value, Mapping):
         for each in value.values():

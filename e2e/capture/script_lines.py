@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -57,3 +59,11 @@ def script_file(file: str) -> str:
         return ""
     path = _FOLDER / file
     return str(path.relative_to(_FOLDER)) if _FOLDER in path.parents else path.name
+
+
+def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Return ``FILE:LINE`` of the innermost of ``frames`` that is the user's own code, in no library; empty if none."""
+    for frame in reversed(list(frames)):
+        if script_file(frame.filename) and library_folder(frame.filename) is None:
+            return f"{frame.filename}:{frame.lineno}"
+    return ""

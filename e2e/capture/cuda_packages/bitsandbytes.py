@@ -51,6 +51,8 @@ class Linear4bit(nn.Module):
         count = input_features * output_features
         codes = torch.empty(count // 2, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
+        # Read by PEFT.
+        self.weight.compress_statistics, self.weight.quant_type = compress_statistics, quant_type
         scales = torch.empty(
             count // _BLOCK, dtype=torch.uint8 if compress_statistics else torch.float32, device=device
         )
@@ -226,7 +228,7 @@ _NN = {
 }
 _OPTIM = {**_optimizers(), "GlobalOptimManager": _Manager}
 MODULES: dict[str, dict[str, Any]] = {
-    "bitsandbytes": {},
+    "bitsandbytes": {"supported_torch_devices": {"cuda"}},
     "bitsandbytes.nn": _NN,
     "bitsandbytes.nn.modules": _NN,
     "bitsandbytes.optim": _OPTIM,

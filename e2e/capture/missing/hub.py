@@ -85,10 +85,9 @@ class Hub:
         found = sorted((self.folder / f"models--{name.replace('/', '--')}" / "snapshots").glob("*"))
         return found[-1] if found else None
 
-    def file(self, name: str, file: str, repo_type: str | None = None) -> str:
-        """Return where a file of a known model would be, that is not there, such as its weights."""
-        found = self.snapshot(name) if repo_type in (None, "model") else None
-        return str((found or self.folder / name) / file)
+    def file(self, name: str, file: str) -> str:
+        """Return where a file of a model would be that is not there, such as its weights."""
+        return str(self.folder / f"models--{name.replace('/', '--')}" / file)
 
     def config(self, name: str) -> Mapping[str, Any]:
         """Return the configuration of a model; an empty one if there is none."""
@@ -134,11 +133,13 @@ def _patches(hub: Hub) -> Mapping[str, Any]:
         download = module.hf_hub_download
 
         def hf_hub_download(repo_id: str, filename: str, **options: Any) -> Any:
-            hub.add(repo_id, options.get("repo_type"))
+            weights = options.get("repo_type") in (None, "model") and filename.endswith(WEIGHTS)
+            if not weights:
+                hub.add(repo_id, options.get("repo_type"))
             try:
                 return download(repo_id, filename, **options)
             except Exception:
-                if "/" not in filename and filename.endswith(WEIGHTS) and hub.config(repo_id):
+                if weights:  # nobody needs their values
                     return hub.file(repo_id, filename)
                 raise
 

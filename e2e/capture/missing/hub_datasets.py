@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 from costmodel.base.errors import ModelError
 from e2e.capture.imports import patched_imports
+from e2e.capture.script_lines import users_line
 from e2e.capture.stand_ins import Note
 
 # Rows that are made up: enough for the first steps of any loop, few enough to be mapped in seconds.
@@ -108,6 +110,7 @@ _FORMS: dict[str, Form] = {
     "capybara": {"source": Text(10), "messages": Talk(6, 700), "num_turns": Label(1)},
     "ultrafeedback_binarized": _PREFERENCE,
     "hh-rlhf": {"chosen": Text(700), "rejected": Text(700)},
+    "kto-mix-14k": {"prompt": Talk(1, 600), "completion": Talk(1, 800), "label": Label(1)},
     "tldr": {"prompt": Text(1500), "completion": Text(130)},
     "gsm8k": {"question": Text(235), "answer": Text(280)},
     "all-nli:pair": {"anchor": Text(70), "positive": Text(40)},
@@ -221,31 +224,35 @@ def _stand_in(
     else:
         found = _form(path, name)
         splits = _OTHER_SPLITS.get(found[0], tuple(_SPLITS)) if found else ()
+    line = users_line(traceback.extract_stack())
+    place = f"{line}: " if line else ""
     title = " ".join(filter(None, (path, name, str(files) if files else "")))
     if os.path.isdir(path) or found is None:
         raise ModelError(
-            f"load_dataset({title!r}): not here, and its columns are not known; put some rows of it into "
+            f"{place}load_dataset({title!r}): not here, and its columns are not known; put some rows of it into "
             f"{path if found is None and path not in _KINDS else 'the files named'}"
             f"{'/train.jsonl' if path not in _KINDS else ''}, or load it once where there is a network"
         ) from error
     if not made_up:
         raise ModelError(
-            f"load_dataset({title!r}): not here; give --data synthetic, or load it once where there is a network"
+            f"{place}load_dataset({title!r}): not here; give --data synthetic, or load it once where there is a network"
         ) from error
     note(f"{title}: not here, {MOST_ROWS:,} rows of {_told(found[1])}")
     wanted = options.get("split")
-    if wanted is None:
+    if wanted is None or isinstance(wanted, Mapping):
         kind = data.IterableDatasetDict if options.get("streaming") else data.DatasetDict
-        return kind({split: _split(data, found[1], split, options) for split in splits})
+        parts = wanted or {split: split for split in splits}
+        return kind({name: split_of(data, found[1], str(split), options) for name, split in parts.items()})
     if isinstance(wanted, (list, tuple)):
-        return type(wanted)(_split(data, found[1], str(each), options) for each in wanted)
-    return _split(data, found[1], str(wanted), options)
+        return type(wanted)(split_of(data, found[1], str(each), options) for each in wanted)
+    return split_of(data, found[1], str(wanted), options)
 
 
 _KINDS = ("csv", "json", "text", "parquet", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas")
 
 
-def _split(data: Any, form: Form, split: str, options: Mapping[str, Any]) -> Any:
+def split_of(data: Any, form: Form, split: str, options: Mapping[str, Any]) -> Any:
+    """Return the rows that ``split`` names, such as ``train[:10%]``, as the library ``data`` has them."""
     name, _, part = re.sub(r"\s", "", split).partition("[")
     rows = sum(_SPLITS.get(each.partition("_")[0], MOST_ROWS) for each in name.split("+"))
     rows = len(range(rows)[_slice(part.rstrip("]"), rows)]) if part else rows

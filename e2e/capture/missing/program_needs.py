@@ -18,6 +18,7 @@ from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.shards import made_up_shards
 from e2e.capture.missing.tokenizers import made_up_tokenizers
 from e2e.capture.missing.weights import weights_not_read
+from e2e.capture.script_lines import users_line
 from e2e.capture.stand_ins import Note
 
 
@@ -40,7 +41,8 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
 
 def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str | None:
     """Return what to do about what a program asks for and is not here, or None for other errors."""
-    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_users(frame.filename)), "")
+    line = users_line(frames)
+    place = f"{line}: " if line else ""
     if hub.unknown and any(_OFFLINE.search(f"{type(each).__name__}: {each}") for each in _causes(error)):
         asked = hub.unknown[-1]
         return (
@@ -78,8 +80,3 @@ _NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
 
 def _shortened(error: BaseException) -> str:
     return " ".join(str(error).split())[:120]
-
-
-def _is_users(file: str) -> bool:
-    path = Path(file).resolve()
-    return path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -23,21 +23,28 @@ SIDE = 512
 @contextmanager
 def made_up_shards(note: Note) -> Iterator[None]:
     """Context in which shards of WebDataset that are not there are made up."""
-    with patched_imports({"webdataset.gopen": lambda module: _opening(module, note)}):
+    told: list[Any] = []
+
+    def instead_of(opening: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(url: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+            local = re.sub(r"^file:(//)?", "", str(url))
+            if mode != "rb" or os.path.exists(local) or local == "-":
+                return opening(url, mode, *args, **kwargs)
+            if not told:
+                told.append(url)
+                note(
+                    f"{url} and others are not there: {SAMPLES} empty images of {SIDE}x{SIDE} each (jpg, png; txt, cls)"
+                )
+            return io.BytesIO(_shard())
+
+        return opened
+
+    patches = {
+        "webdataset.gopen": lambda module: [(module, "gopen", instead_of(module.gopen))],
+        "webdataset.cache": lambda module: [(module, "open", instead_of(open))],
+    }
+    with patched_imports(patches):
         yield
-
-
-def _opening(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
-    original = module.gopen
-
-    def gopen(url: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
-        local = re.sub(r"^file:(//)?", "", str(url))
-        if mode != "rb" or os.path.exists(local) or local == "-":
-            return original(url, mode, *args, **kwargs)
-        note(f"{url} is not there: shards of {SAMPLES} empty images of {SIDE}x{SIDE} (jpg, png) with txt, json and cls")
-        return io.BytesIO(_shard())
-
-    yield module, "gopen", gopen
 
 
 @cache

@@ -33,23 +33,30 @@ def _of_zero(calculate: Callable[[Any, Any], Any]) -> Any:
 
 
 class MissingState(dict):  # type: ignore[type-arg]
-    """State that is not there: a dictionary in which every key holds another one, a number that is zero."""
+    """State that is not there: weights of the ``module`` that it will be loaded into, if that is known; under any other
+    name another such state, which is also a number that is zero.
+    """
 
-    def __init__(self, file: str) -> None:
-        super().__init__()
-        self._file = file
+    def __init__(self, file: str, module: torch.nn.Module | None = None) -> None:
+        super().__init__({} if module is None else module.state_dict())
+        self._file, self._module = file, module
 
     def __missing__(self, key: Any) -> Any:
-        return MissingState(self._file)
+        return MissingState(self._file, self._module)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return MissingState(self._file) if default is None else default
+        there = key in self
+        return self[key] if there else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        return default[0] if default else MissingState(self._file)
+        return super().pop(key) if super().__contains__(key) else default[0] if default else self[key]
 
     def __contains__(self, key: Any) -> bool:
-        return True
+        # Names of weights have dots, or are attributes; others are parts of a checkpoint.
+        if super().__contains__(key) or self._module is None:
+            return True
+        attribute = hasattr(self._module, str(key)) and not hasattr(torch.nn.Module, str(key))
+        return "." not in str(key) and not attribute
 
     def __bool__(self) -> bool:
         return True
@@ -94,7 +101,7 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
     def missing(file: Any) -> MissingState:
         note(f"{os.fspath(file)} is not there: weights and numbers in it make no difference")
         hub.states.append(os.fspath(file))
-        return MissingState(os.fspath(file))
+        return MissingState(os.fspath(file), _module_at_hand())
 
     with ExitStack() as stack:
         for target, name, value in _torch_patches(missing):
@@ -112,6 +119,17 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
         }
         stack.enter_context(patched_imports(libraries))
         yield
+
+
+def _module_at_hand() -> torch.nn.Module | None:
+    """Return the module among the variables of the functions that are running, the innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
+                return value
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _is_missing(file: Any) -> bool:
@@ -219,8 +237,9 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
         quantizer = module.get_hf_quantizer(config, quantized, None, True, {})[0]
         model = cls._from_config(config, *args, dtype=dtype, **options)
         if quantizer is not None:  # puts its layers in place of those with full weights
-            quantizer.preprocess_model(model=model)
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
             model.hf_quantizer, model.is_quantized = quantizer, True
+            quantizer.postprocess_model(model)
         model.eval()
         note(f"{name}: {type(model).__name__} by its configuration, weights not read")
         return (model, {name: [] for name in _LOADING_INFORMATION}) if told else model

@@ -40,7 +40,7 @@ def _opt(width: int, layers: int, heads: int, **more: Any) -> Config:
 
 def _t5(width: int, inner: int, layers: int, heads: int, **more: Any) -> Config:
     sizes = {"d_model": width, "d_ff": inner, "num_layers": layers, "num_decoder_layers": layers, "num_heads": heads}
-    return {"model_type": "t5", **sizes, **more}
+    return {"model_type": "t5", **sizes, "decoder_start_token_id": 0, **more}
 
 
 def _flan(width: int, inner: int, layers: int, heads: int) -> Config:
@@ -65,7 +65,7 @@ def _roberta(width: int, layers: int, heads: int, vocabulary: int = 50265, kind:
 def _bart(layers: int, width: int, **more: Any) -> Config:
     sizes = {"layers": layers, "ffn_dim": 4 * width, "attention_heads": width // 64}
     sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in sizes.items()}
-    return {"model_type": "bart", "d_model": width, **sides, **more}
+    return {"model_type": "bart", "d_model": width, **sides, "decoder_start_token_id": 2, **more}
 
 
 def _vit(width: int, layers: int, heads: int, patch: int = 16) -> Config:
@@ -197,9 +197,10 @@ _NAMES: dict[str, Config] = {
                           "num_attention_heads": 16, "patch_size": 14, "projection_dim": 768},
     },
     "wav2vec2-base": {"model_type": "wav2vec2"},
-    "whisper-tiny": {"model_type": "whisper"},
+    "whisper-tiny": {"model_type": "whisper", "decoder_start_token_id": 50258},
     "whisper-small": {
-        "model_type": "whisper", "d_model": 768, "encoder_layers": 12, "decoder_layers": 12,
+        "model_type": "whisper", "decoder_start_token_id": 50258, "d_model": 768,
+        "encoder_layers": 12, "decoder_layers": 12,
         "encoder_attention_heads": 12, "decoder_attention_heads": 12, "encoder_ffn_dim": 3072,
         "decoder_ffn_dim": 3072,
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 from costmodel.base.errors import ModelError
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.imports import patched_imports
+from e2e.capture.missing import hub_datasets
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
@@ -135,18 +137,37 @@ def test_a_program_of_names_of_the_hub_runs_without_its_files(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "data", "said"),
+    ("arguments", "said"),
     [
-        (("nobody/knows-it", "sst2"), "synthetic", r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
-        (("google-bert/bert-base-cased", "strange"), "synthetic", "its columns are not known; put some rows of it"),
+        (("nobody/knows-it", "sst2"), r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
+        (("google-bert/bert-base-cased", "strange"), r"tune.py:\d+: load_dataset\(.*put some rows of it"),
     ],
 )
-def test_what_is_not_known_is_named_with_what_to_give(
-    folder: Path, arguments: tuple[str, ...], data: str, said: str
-) -> None:
+def test_what_is_not_known_is_named_with_what_to_give(folder: Path, arguments: tuple[str, ...], said: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=said):
-        run(folder, *arguments, data=data)
+        run(folder, *arguments, data="synthetic")
+
+
+def test_without_synthetic_data_the_missing_are_named(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    (folder / "rows.py").write_text("import datasets\ndatasets.load_dataset('glue', 'sst2')\n", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"rows.py:2: load_dataset\('glue sst2'\): not here; give --data synthetic"):
+        predict(command=("python", "rows.py"), folder=folder, gpu="h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [("train", 2048), ("train[:1000]", 1000), ("validation[50%:]", 128), ("train+test", 2304), ("train[-8:]", 8)],
+)
+def test_a_split_has_the_rows_that_it_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, split: str, rows: int
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    found = hub_datasets.split_of(import_module("datasets"), {"text": hub_datasets.Text(10)}, split, {})
+    assert len(found) == rows and len(found[0]["text"]) == 10
+    for name in ("datasets", "datasets.load"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_names_of_the_hub_share_configurations_with_presets() -> None:
@@ -156,6 +177,25 @@ def test_names_of_the_hub_share_configurations_with_presets() -> None:
     assert published("TinyLlama/TinyLlama-1.1B-Chat-v1.0")["num_hidden_layers"] == 22
     assert published("nobody/knows-it") is None
     assert published_parts("CompVis/stable-diffusion-v1-4")["unet"]["cross_attention_dim"] == 768
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("Qwen/Qwen2-0.5B", 494.0),
+        ("HuggingFaceTB/SmolLM2-135M", 134.5),
+        ("facebook/opt-350m", 331.2),
+        ("EleutherAI/pythia-410m", 405.3),
+        ("google/gemma-2b", 2506.2),
+        ("microsoft/phi-2", 2779.7),
+        ("meta-llama/Llama-3.2-3B", 3212.7),
+    ],
+)
+def test_a_published_model_has_its_number_of_parameters(name: str, millions: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**published(name)))
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B"])
