@@ -33,6 +33,7 @@ from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.communication import Communication, Mailbox
+from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
@@ -252,6 +253,8 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoR
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
+        named = names_deepspeed([launch.launcher, launch.program, *launch.arguments, *launch.environment])
+        stack.enter_context(deepspeed_package(recorder, named))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         try:  # before the job is taken down

@@ -229,6 +229,11 @@ def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
     return reset_sharded_param
 
 
+def resized(recorder: Recorder) -> Callable[[torch.Tensor, int], None]:
+    """Return a function that sets the bytes of a tensor's memory, which ``recorder`` notes as freed or allocated."""
+    return _resized(recorder, lambda tensor, size: tensor.untyped_storage().resize_(size))
+
+
 def _resized(recorder: Recorder, function: Callable[..., None]) -> Callable[..., None]:
     def resize(tensor: torch.Tensor, *size: Any) -> None:
         before = tensor.untyped_storage().size()
