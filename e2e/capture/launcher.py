@@ -8,6 +8,7 @@ Launchers are read by their own parsers, where they are installed, so that their
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from costmodel.base.errors import InputError
 
@@ -127,15 +129,37 @@ def _of_accelerate_launch(words: list[str]) -> Launch:
         raise InputError("accelerate launch: the package accelerate is not installed here; pip install accelerate")
     launch = import_module("accelerate.commands.launch")
     read = _read("accelerate launch", launch.launch_command_parser(), words)
-    environment = {}
-    if read.mixed_precision:
-        environment["ACCELERATE_MIXED_PRECISION"] = read.mixed_precision
-    if read.gradient_accumulation_steps and int(read.gradient_accumulation_steps) > 1:
-        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(read.gradient_accumulation_steps)
+    given = read.num_processes
+    logging.disable(logging.WARNING)  # of defaults for the GPUs of this machine
+    try:
+        read, file, precision_of_file = launch._validate_launch_command(read)
+        environment = _accelerate_environment(read, file, precision_of_file)
+    except (ValueError, OSError) as error:
+        raise InputError(f"accelerate launch: {error}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    count = given or (file.num_processes if file is not None else None)
     nodes = read.num_machines or 1
-    processes = read.num_processes // nodes if read.num_processes else None
+    processes = count // nodes if count else None
     arguments = tuple(read.training_script_args)
     return Launch(read.training_script, arguments, read.module, processes, nodes, environment, "accelerate")
+
+
+def _accelerate_environment(read: Any, file: Any, precision_of_file: bool) -> dict[str, str]:
+    """Return what ``accelerate launch`` tells its processes; ``file``: its configuration, if there is one."""
+    utilities = import_module("accelerate.utils.launch")
+    read.num_processes = read.num_processes or 1
+    read.num_machines, read.machine_rank = read.num_machines or 1, read.machine_rank or 0
+    if read.use_deepspeed:
+        fields = [*(file.deepspeed_config if file is not None else ()), *["mixed_precision"] * precision_of_file]
+        read.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        _, environment = utilities.prepare_deepspeed_cmd_env(read)
+    elif read.multi_gpu or read.use_fsdp or read.num_processes > 1:
+        environment = utilities.prepare_multi_gpu_env(read)
+    else:
+        _, environment = utilities.prepare_simple_launcher_cmd_env(read)
+    own = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
+    return {name: value for name, value in environment.items() if name.startswith(own)}
 
 
 def _of_deepspeed(words: list[str]) -> Launch:

@@ -253,8 +253,7 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoR
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
-        named = names_deepspeed([launch.launcher, launch.program, *launch.arguments, *launch.environment])
-        stack.enter_context(deepspeed_package(recorder, named))
+        stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch)))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         try:  # before the job is taken down

@@ -7,12 +7,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from email.message import Message
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -24,9 +24,12 @@ import torch.utils.checkpoint
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize, offloaded
 from e2e.capture.distributed.zero import ZeroOptimizer
+from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
 
 VERSION = "0.19.0"
+# Bytes of files in which the name of DeepSpeed is looked for.
+LONGEST = 1 << 20
 
 
 @contextmanager
@@ -197,9 +200,8 @@ _ZERO: Mapping[str, Any] = {
     "register_external_parameter": _ignore,
 }
 _OPTIMIZERS: Mapping[str, Any] = {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": offloaded}
-_SCHEDULES: Mapping[str, Any] = dict.fromkeys(
-    ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"), _Schedule
-)
+_SCHEDULE_NAMES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+_SCHEDULES: Mapping[str, Any] = {"VALID_LR_SCHEDULES": _SCHEDULE_NAMES, **dict.fromkeys(_SCHEDULE_NAMES, _Schedule)}
 _UTILS: Mapping[str, Any] = {
     "logger": logging.getLogger("deepspeed"),
     "log_dist": _log,
@@ -236,6 +238,16 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def names_deepspeed(words: list[str]) -> bool:
-    """True if a command, or its environment, names DeepSpeed."""
-    return any("deepspeed" in word.lower() for word in words) or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+def names_deepspeed(launch: Launch) -> bool:
+    """True if the program, its arguments, environment or a file named in them has DeepSpeed's name."""
+    words = [launch.launcher, launch.program, *launch.arguments, *launch.environment, *launch.environment.values()]
+    return any("deepspeed" in f"{word} {_text(word)}".lower() for word in words)
+
+
+def _text(word: str) -> str:
+    """Return the contents of the small file called ``word``, or nothing."""
+    path = Path(word)
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < LONGEST else ""
+    except (OSError, ValueError):
+        return ""
