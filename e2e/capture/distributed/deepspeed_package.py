@@ -41,10 +41,16 @@ def deepspeed_package(recorder: Recorder, named: bool) -> Iterator[None]:
     with ExitStack() as stack:
         sys.meta_path.insert(0, finder)
         stack.callback(sys.meta_path.remove, finder)
+        stack.callback(_forget)
         if named:
             for name, answer in (("version", VERSION), ("metadata", _metadata())):
                 stack.enter_context(patch.object(importlib.metadata, name, _told(name, answer)))
         yield
+
+
+def _forget() -> None:
+    for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+        del sys.modules[name]
 
 
 def _told(name: str, answer: Any) -> Callable[[str], Any]:
