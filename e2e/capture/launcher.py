@@ -11,10 +11,12 @@ import argparse
 import logging
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,22 @@ def _parsed(words: list[str]) -> Launch:
         return _LAUNCHERS[name](rest)
     if name.endswith(".py"):
         return Launch(words[0], tuple(rest))
+    script = _console_script(words[0])
+    if script is not None:
+        return Launch(script, tuple(rest))
     raise InputError(
         f"{words[0]}: not a known launcher; start the command with python, {', '.join(_LAUNCHERS)} or a .py file"
     )
+
+
+def _console_script(name: str) -> str | None:
+    """Return the file of the installed command ``name`` (``litgpt``) if it is a Python program."""
+    found = shutil.which(name)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        first = file.readline(200)
+    return found if first.startswith(b"#!") and b"python" in first else None
 
 
 def _of_python(words: list[str]) -> Launch:
@@ -197,6 +212,42 @@ def _of_fabric(words: list[str]) -> Launch:
     return Launch(read.training_script, arguments, False, int(read.devices), read.num_nodes, environment, "fabric")
 
 
+def _of_tune(words: list[str]) -> Launch:
+    """Parse ``tune run [OPTIONS OF TORCHRUN] RECIPE --config CONFIG ...`` of torchtune, which knows both by name."""
+    if words[:1] != ["run"]:
+        raise InputError(f"tune {' '.join(words[:1])}: only `tune run` starts a program")
+    if find_spec("torchtune") is None:
+        raise InputError("tune run: the package torchtune is not installed here; pip install torchtune")
+    launch = _of_torchrun(words[1:])
+    alone = words[1:2] == [launch.program]
+    place = Path(str(find_spec("torchtune").origin)).parent  # type: ignore[union-attr]
+    recipes, configs = _torchtune_names(place / "_recipe_registry.py")
+    arguments = list(launch.arguments)
+    if "--config" not in arguments[:-1]:
+        raise InputError("tune run: give --config")
+    where = arguments.index("--config") + 1
+    folder = place.parent / "recipes"
+    if arguments[where] in configs:
+        arguments[where] = str(folder / "configs" / configs[arguments[where]])
+    known = launch.program in recipes
+    program = str(folder / recipes[launch.program]) if known else launch.program.removesuffix(".py").replace("/", ".")
+    processes = None if alone else launch.processes
+    return Launch(program, tuple(arguments), not known, processes, launch.nodes, launcher="" if alone else "tune run")
+
+
+def _torchtune_names(registry: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the files of recipes and of configurations, by name, from torchtune's list of them."""
+    spec = spec_from_file_location("torchtune_recipe_registry", registry)
+    if spec is None or spec.loader is None or not registry.is_file():
+        raise InputError("tune run: this torchtune has no list of recipes; give the recipe's file to torchrun")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its data classes look for their names
+    spec.loader.exec_module(module)
+    recipes = module.get_all_recipes()
+    files = {config.name: config.file_path for recipe in recipes for config in recipe.configs}
+    return {recipe.name: recipe.file_path for recipe in recipes}, files
+
+
 def _read(name: str, parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Parse a launcher's options; its complaints become ``InputError``."""
 
@@ -216,6 +267,7 @@ _LAUNCHERS: dict[str, Reader] = {
     "accelerate": _of_accelerate,
     "deepspeed": _of_deepspeed,
     "fabric": _of_fabric,
+    "tune": _of_tune,
 }
 _MODULES: dict[str, Reader] = {
     "torch.distributed.run": _of_torchrun,
