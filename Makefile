@@ -2,7 +2,7 @@
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
-#   make thorough                    the tests that `make test` leaves out: real tables, kills, damaged files, tutorials, peers
+#   make thorough                    the tests that `make test` leaves out: further cases, real tables, kills, damaged files, tutorials, peers
 #   make coverage                    all tests, and which share of each package's lines they run (about twice as long)
 #   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most (mutmut): how many do tests see?
 #   make lint    ruff        make types   mypy        make clean   remove what demo built

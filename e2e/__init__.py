@@ -5,8 +5,8 @@
     import e2e
 
     step = e2e.predict("gpt2-large", gpu="h100-sxm", batch_size=4, sequence_length=1024)
-    node = e2e.Cluster(gpu="dgx-h100", gpus=8)
-    step = e2e.predict("llama-8b", node, e2e.Stack(recipe="torchtitan"), parallel="fsdp=8")
+    node = e2e.ClusterOptions(gpu="dgx-h100", gpus=8)
+    step = e2e.predict("llama-8b", node, e2e.StackOptions(recipe="torchtitan"), parallel="fsdp=8")
     ranking = e2e.sweep("llama-8b", gpu=("h100-sxm", "h200-sxm"), gpus=(8, 64), global_batch=512, output="sweep/")
 
 Nothing is loaded before it is used. docs/api.md has more.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from costmodel.base.lazy_names import lazy_names
 
 __all__ = [
-    "Cluster",
+    "ClusterOptions",
     "Model",
     "ParallelSpec",
     "Prediction",
@@ -26,7 +26,7 @@ __all__ = [
     "ScriptJob",
     "ShardedTables",
     "SpreadModel",
-    "Stack",
+    "StackOptions",
     "SweepResult",
     "SweepRow",
     "Trace",
@@ -38,28 +38,27 @@ if TYPE_CHECKING:
     from e2e.commands.e2e_api import predict, sweep
     from e2e.explain.prediction import Prediction
     from e2e.parallelism.spec import ParallelSpec
-    from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, ShardedTables, SpreadModel, Trace
-    from e2e.sources.request import Cluster
-    from e2e.step.options import Stack
+    from e2e.sources.requests import Model, Recording, Script, ScriptJob, ShardedTables, SpreadModel, Trace
+    from e2e.step.options import ClusterOptions, StackOptions
     from e2e.sweeps.sweep_driver import SweepResult
     from e2e.sweeps.sweep_results import SweepRow
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "Cluster": "e2e.sources.request",
-            "Model": "e2e.sources.known_requests",
+            "ClusterOptions": "e2e.step.options",
+            "Model": "e2e.sources.requests",
             "ParallelSpec": "e2e.parallelism.spec",
             "Prediction": "e2e.explain.prediction",
-            "Recording": "e2e.sources.known_requests",
-            "Script": "e2e.sources.known_requests",
-            "ScriptJob": "e2e.sources.known_requests",
-            "ShardedTables": "e2e.sources.known_requests",
-            "SpreadModel": "e2e.sources.known_requests",
-            "Stack": "e2e.step.options",
+            "Recording": "e2e.sources.requests",
+            "Script": "e2e.sources.requests",
+            "ScriptJob": "e2e.sources.requests",
+            "ShardedTables": "e2e.sources.requests",
+            "SpreadModel": "e2e.sources.requests",
+            "StackOptions": "e2e.step.options",
             "SweepResult": "e2e.sweeps.sweep_driver",
             "SweepRow": "e2e.sweeps.sweep_results",
-            "Trace": "e2e.sources.known_requests",
+            "Trace": "e2e.sources.requests",
             "predict": "e2e.commands.e2e_api",
             "sweep": "e2e.commands.e2e_api",
         },

@@ -31,18 +31,14 @@ gc.set_threshold(100_000, 20, 20)
 # handed out whole, in this order: `--no-loadscope-reorder` in the Makefile).
 LONG_FILES = (
     "test_e2e_api.py",
-    "test_public_api.py",
     "test_tutorials.py",
     "test_stock_meta_schedule.py",
     "test_tuning.py",
     "test_fusion_api.py",
-    "test_sweep.py",
     "test_measured_models.py",
-    "test_gpu_fit.py",
     "test_runner.py",
     "test_kills.py",
     "test_engines.py",
-    "test_experts.py",
     "test_parallel_build.py",
     "test_templates.py",
     "test_conv_pair.py",

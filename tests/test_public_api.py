@@ -153,7 +153,9 @@ def test_the_examples_of_the_page_run(package: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", HOW)
+@pytest.mark.parametrize(
+    "package", [pytest.param(each, marks=pytest.mark.thorough if each == "fusion" else ()) for each in HOW]
+)
 def test_the_loop_on_the_page_runs(package: str, tmp_path: Path):
     pytest.importorskip("tvm" if package == "fusion" else "torch")
     write_model(tmp_path / "model.onnx")

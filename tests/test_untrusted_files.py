@@ -35,7 +35,7 @@ BY_NAME = {
     "costmodel/base/lazy_names.py",
     "e2e/capture/environment.py",
     "e2e/capture/models/image_models.py",
-    "e2e/sources/known_requests.py",
+    "e2e/sources/requests.py",
     "fusion/comparing/engine.py",
     "fusion/modelzoo.py",
     "schedules/measuring/measure_worker.py",  # told by the process that started it
@@ -146,9 +146,9 @@ def _sources(trace: Path, folder: Path) -> None:
 
 
 def _tables(trace: Path, folder: Path) -> None:
-    from costmodel.gpu.embedding_tables import load_tables
+    from costmodel.gpu.embedding_tables import read_table_file
 
-    load_tables(_yaml(trace, folder / "tables.yaml"))
+    read_table_file(_yaml(trace, folder / "tables.yaml"))
 
 
 def _samples(trace: Path, folder: Path) -> None:
@@ -166,14 +166,14 @@ def _statistics(trace: Path, folder: Path) -> None:
 def _library(name: str) -> Callable[[Path, Path], None]:
     def plant(trace: Path, folder: Path) -> None:
         """A manifest that names a library outside of the build, and its true digest."""
-        from fusion.model.build_folder import digest, read_artifact
+        from fusion.model.build_folder import file_digest, read_artifact
         from tests.foreign_files.seeds import BUILD_MANIFEST
 
         (folder / "build").mkdir()
         for path in (folder / "evil.so", folder / "build" / "model.so"):
             path.write_bytes(b"no library, but who looks")
         manifest = json.loads(json.dumps(BUILD_MANIFEST["manifest.json"]))
-        manifest["files"] = dict.fromkeys(("model.so", name.format(folder=folder)), digest(folder / "evil.so"))
+        manifest["files"] = dict.fromkeys(("model.so", name.format(folder=folder)), file_digest(folder / "evil.so"))
         (folder / "build" / "manifest.json").write_text(json.dumps(manifest))
         read_artifact(folder / "build")
 

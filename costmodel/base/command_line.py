@@ -164,7 +164,7 @@ def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
             raise InputError(f"{name.strip('_')}: an empty name was given; name a file or a folder (`.` is this one)")
 
 
-def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+def repeat_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     """Expand arguments so that each of ``options`` may take several values, as a shell makes of ``--trace rank*.json``.
 
     The option is repeated before every value, as typer expects; all words between such an option and the next word that

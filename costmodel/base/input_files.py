@@ -141,7 +141,7 @@ def find_refusal(path: Path | str, kind: Kind, missing: str = "no such file") ->
     return None
 
 
-def counted(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
+def count_parts(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
     """Yield the ``parts`` of a file; raise ``OSError`` at the first beyond :data:`MOST_PARTS`."""
     most, name = MOST_PARTS[kind]
     for number, part in enumerate(parts):
@@ -191,7 +191,7 @@ def _check(descriptor: int, kind: Kind) -> None:
 _BLOCK = 1 << 20
 
 
-def digest(path: Path) -> str:
+def content_digest(path: Path) -> str:
     """SHA-256 of the content of ``path``; for a ``.gz`` file, of the decompressed content, since compressors differ.
 
     Raises :class:`InputError` if the file cannot be read or is truncated.

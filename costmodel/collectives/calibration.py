@@ -41,7 +41,7 @@ KNOT_ERROR, MOST_KNOTS = 0.01, 24
 _LEAST_LATENCY, _MOST_LATENCY = 0.05, 0.97
 
 
-def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def smooth_knots(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Knots, ascending sizes and non-decreasing seconds, from measurements in any order, with repeated sizes: the
     median of each size, single-size spikes removed (median of three, which leaves increasing data unchanged), then
     isotonic regression of the logarithms.
@@ -192,7 +192,7 @@ NAME = "collectives.json"
 @dataclass(frozen=True)
 class CollectiveSweep:
     """Measured times of one kind of collective among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty:
-    unknown), as knots (:func:`smooth`): sizes in bytes as ``CollectiveTransfer.size_bytes``, and seconds.
+    unknown), as knots (:func:`smooth_knots`): sizes in bytes as ``CollectiveTransfer.size_bytes``, and seconds.
     """
 
     nccl: str

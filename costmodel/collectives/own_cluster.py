@@ -23,7 +23,7 @@ from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
     Margins,
-    smooth,
+    smooth_knots,
     write_calibration,
 )
 from costmodel.collectives.collective_model import NO_MARGINS, CollectiveModel
@@ -69,7 +69,7 @@ def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
     for (nccl, kind, ranks, nodes), members in sorted(_grouped(rows).items(), key=_order):
         known = [row for row in members if row.transfer.size_bytes > 0]
         if known:
-            knots = smooth([row.transfer.size_bytes for row in known], [row.seconds for row in known])
+            knots = smooth_knots([row.transfer.size_bytes for row in known], [row.seconds for row in known])
             sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, *knots))
     return tuple(sweeps)
 

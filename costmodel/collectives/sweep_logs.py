@@ -96,7 +96,7 @@ def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
 
 def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
     run = _Run(kind=given.kind)
-    if given.kind is None and kind_of(path.stem.split(".")[0]):
+    if given.kind is None and transfer_kind(path.stem.split(".")[0]):
         run.kind = path.stem.split(".")[0]
     rows = []
     for number, whole in enumerate(text.splitlines(), 1):
@@ -143,7 +143,7 @@ def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) ->
 
 def _agreed(told: str, given: Given, where: str) -> str:
     """Name of the collective in a log, which the user may give too; ``InputError`` if they differ."""
-    if given.kind is not None and kind_of(told) not in (None, kind_of(given.kind)):
+    if given.kind is not None and transfer_kind(told) not in (None, transfer_kind(given.kind)):
         raise InputError(f"{where}: {told} ran, and --collective says {given.kind}; leave --collective out")
     return given.kind or told
 
@@ -224,7 +224,7 @@ def _number(word: str) -> float:
 
 def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where: str) -> CollectiveRow | None:
     """Row of a measurement; ``None`` for sizes too small for the ranks, which nccl-tests reports as 0."""
-    kind = kind_of(name)
+    kind = transfer_kind(name)
     if kind is None:
         raise InputError(f"{where}: collective {name} is not modelled; known: {', '.join(COLLECTIVE_KINDS)}")
     if len(run.groups) > 1 and given.ranks is None:
@@ -293,7 +293,7 @@ def _own_rows(path: Path) -> Iterator[CollectiveRow]:
                 yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
 
 
-def kind_of(name: str) -> CollectiveKind | None:
+def transfer_kind(name: str) -> CollectiveKind | None:
     """Kind that nccl-tests or NCCL call ``name``, or ``None`` if unknown."""
     words = re.sub(r"[\s\-]+", "_", name.strip().lower()).removesuffix("_perf")
     return KINDS.get(words) or KINDS.get(words.replace("_", "")) or _JOINED.get(words.replace("_", ""))

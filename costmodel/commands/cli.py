@@ -59,7 +59,7 @@ def _row(name: str, path: Path, kind: str) -> dict[str, str]:
     return {"name": name, "kind": kind, "description": description, "file": str(path)}
 
 
-def described(name_or_path: str) -> dict[str, Any] | None:
+def cluster_record(name_or_path: str) -> dict[str, Any] | None:
     """Record of the cluster or network named ``name_or_path``, or of a cluster file; ``None`` for anything else."""
     if name_or_path in network_files():
         return _record(find_network(name_or_path), "network")
@@ -92,9 +92,9 @@ def machines_command(
     name: Annotated[str | None, typer.Argument(help="Machine to show: a name, or the path of a file.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Lists the machines, clusters and networks known by name, or shows one."""
+    """List the machines, clusters and networks known by name, or show one."""
     if name is not None:
-        cluster = described(name)
+        cluster = cluster_record(name)
         if cluster is None:
             _show_machine(load_machine(name), as_json)
         else:
@@ -124,12 +124,12 @@ def fit_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: where predictions look.")
     ] = None,
-    collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --nccl-log: on how many nodes, likewise.")] = None,
+    collective: Annotated[str | None, typer.Option(help="Collective of --nccl-log, if the log does not say.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Ranks of --nccl-log, if the log does not say.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of --nccl-log, if the log does not say.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Fits the models of your own GPU to what was measured on it, or of your own cluster to logs of its collectives."""
+    """Fit the models of your own GPU to its measurements, or of your own cluster to logs of nccl-tests."""
     progress = partial(Console(stderr=True, highlight=False, markup=False).print, soft_wrap=True)
     given = {"--table": table or None, "--steps": steps, "--nccl-log": nccl_log or None}
     measured = [name for name, value in given.items() if value is not None]
@@ -177,7 +177,7 @@ def calibrate_command(
     quick: Annotated[bool, typer.Option(help="Few repetitions and small buffers: seconds, less exact.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Measures this CPU (under a minute) and writes a machine file with the origin of each number."""
+    """Measure this CPU (under a minute) and write a machine file with the origin of each number."""
     path = output or user_directory() / f"{HOST_NAME}.yaml"
     check_writable(path, "-o", makes_folder=True)
     progress = Console(stderr=True, highlight=False, markup=False)
@@ -198,7 +198,7 @@ def measure_command(
     minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the tables that -o holds.")] = False,
 ) -> None:
-    """Measures kernels, host overheads or whole steps on the GPU at hand (torch only)."""
+    """Measure kernels, host overheads, lookups or collectives on the GPUs at hand (needs torch alone)."""
     from costmodel.measure.suites import measure
 
     progress = Console(stderr=True, highlight=False, markup=False)

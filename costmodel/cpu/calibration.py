@@ -203,7 +203,7 @@ def compile_microbenchmarks(directory: Path) -> Microbenchmarks:
     """Compile into ``directory``; :class:`MissingDependencyError` without a working C compiler."""
     program, compiler = build_program(directory, _NATIVE)
     result = _run([str(program), "list"], timeout=20)
-    return described(program, compiler, result.stdout if result.returncode == 0 else "")
+    return read_listing(program, compiler, result.stdout if result.returncode == 0 else "")
 
 
 def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tuple[Path, str]:
@@ -245,7 +245,7 @@ def _version(compiler: list[str]) -> str:
     return lines[0].strip() if lines else Path(compiler[0]).name
 
 
-def described(program: Path, compiler: str, listing: str) -> Microbenchmarks:
+def read_listing(program: Path, compiler: str, listing: str) -> Microbenchmarks:
     """The compiled program described by its own output (``listing``); ``MachineError`` if that is incomplete."""
     lines = [line.split() for line in listing.splitlines()]
     if len(lines) < 3:
@@ -291,7 +291,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="costmodel-") as directory:
         progress("compiling the microbenchmarks")
         benchmarks = compile_microbenchmarks(Path(directory))
-        return calibrate_with(benchmarks, threads, effort or CalibrationEffort(), progress, this_cpu())
+        return calibrate_with(benchmarks, threads, effort or CalibrationEffort(), progress, read_cpu_facts())
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class CpuFacts:
     memory_bytes: int | None
 
 
-def this_cpu() -> CpuFacts:
+def read_cpu_facts() -> CpuFacts:
     """Facts about the CPU that this process runs on."""
     return CpuFacts(_cpu_name(), host_identity(), find_caches(), memory_bytes())
 

@@ -297,7 +297,7 @@ class RooflineReport:
 
 
 class RooflineModel(CostModel):
-    """Roofline model of one machine and thread count. ``network_bytes`` as in :func:`explain`."""
+    """Roofline model of one machine and thread count. ``network_bytes`` as in :func:`explain_operator`."""
 
     def __init__(self, machine: Machine, threads: int, network_bytes: float = 0.0) -> None:
         machine.check_threads(threads)
@@ -310,10 +310,12 @@ class RooflineModel(CostModel):
 
     def explain(self, operator: AnyOperator) -> RooflineReport:
         """Report from which :meth:`estimate` is made."""
-        return explain(operator, self.machine, self.threads, self.network_bytes)
+        return explain_operator(operator, self.machine, self.threads, self.network_bytes)
 
 
-def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes: float = 0.0) -> RooflineReport:
+def explain_operator(
+    operator: AnyOperator, machine: Machine, threads: int, network_bytes: float = 0.0
+) -> RooflineReport:
     """Roofline of ``operator`` on ``threads`` threads of ``machine``, back-to-back runs with warm caches.
 
     ``network_bytes``: bytes touched by a run of the whole network (mainly weights), which decide the level in which

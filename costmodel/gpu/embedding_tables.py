@@ -40,7 +40,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import BROKEN_ARCHIVE, MALFORMED, open_arrays
 from costmodel.machines.machine_records import Text
-from costmodel.machines.record_file import StrictModel, explain, read_mapping
+from costmodel.machines.record_file import StrictModel, explain_problems, read_mapping
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import IndexStatistics, uniform, zipf
 
@@ -123,11 +123,6 @@ class TableFile:
     model: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_tables(path: Path) -> tuple[EmbeddingTable, ...]:
-    """Read the tables of the file ``path``, with ``count`` expanded; ``InputError`` names the file and the key."""
-    return read_table_file(path).tables
-
-
 def read_table_file(path: Path) -> TableFile:
     """Read the whole file ``path``; ``InputError`` names the file and the key."""
     document = read_mapping(path, InputError, "not a file of tables; it must be a mapping with origin and tables")
@@ -136,7 +131,7 @@ def read_table_file(path: Path) -> TableFile:
         sources = _Sources(path.parent)
         tables = tuple(table for each in file.tables for table in _tables(each, file.defaults, sources))
     except ValidationError as error:
-        raise InputError(f"{path}: {explain(error)}") from None
+        raise InputError(f"{path}: {explain_problems(error)}") from None
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     names = [each.name for each in tables]

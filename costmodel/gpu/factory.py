@@ -36,9 +36,9 @@ from costmodel.gpu.fitted import (
     Level,
     LevelTransfer,
     adaptations_for,
-    merged,
+    level_transfer,
+    merge_transfers,
     residuals_for,
-    transfer,
 )
 from costmodel.gpu.kernel_model import KernelModel, no_less
 from costmodel.gpu.power import GpuCostModel
@@ -67,14 +67,14 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """
-    residuals, levels = residuals_for(machine, directory), _with_inverted(transfer(directory))
+    residuals, levels = residuals_for(machine, directory), _with_inverted(level_transfer(directory))
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: _Products(machine, partial(_product, machine), residuals, levels, moved)}
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
     engines = residuals_for(machine, directory / SERVING)
-    both = merged(levels, transfer(directory / SERVING))
+    both = merge_transfers(levels, level_transfer(directory / SERVING))
     families = partial(attention_family, machine=machine)
     models[Attention] = KernelModel(machine, families, {**residuals, **engines}, both, moved)
     experts = _Experts(machine, _experts, residuals, levels, moved)
@@ -85,7 +85,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
         get_args(MemoryBoundOperator), KernelModel(machine, _memory_bound, residuals, levels, moved)
     )
     scans = KernelModel(
-        machine, linear_family, residuals_for(machine, directory / SCANS), transfer(directory / SCANS), moved
+        machine, linear_family, residuals_for(machine, directory / SCANS), level_transfer(directory / SCANS), moved
     )
     models |= dict.fromkeys((LinearAttention, CausalConvolution), scans)
     for types, family in _families():

@@ -235,7 +235,7 @@ def fitted_in(directory: Path) -> Mapping[str, Fitted]:
 
 
 @lru_cache(maxsize=8)
-def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
+def level_transfer(directory: Path = DIRECTORY) -> LevelTransfer:
     """Levels that transfer to unmeasured GPUs; empty if the file is absent."""
     path = directory / f"{TRANSFER}.json"
     if not path.exists():
@@ -243,7 +243,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
     return read_record(path, LevelTransfer, _REMEDY)
 
 
-def merged(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
+def merge_transfers(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
     """Union of two fits of different families; values for any family are those of ``first``."""
     return LevelTransfer(
         {**second.levels, **first.levels},
@@ -291,4 +291,4 @@ def _write(path: Path, record: dict[str, Any]) -> Path:
 def forget_fitted() -> None:
     """Clear the cache of fitted models after files were written."""
     fitted_in.cache_clear()
-    transfer.cache_clear()
+    level_transfer.cache_clear()

@@ -9,10 +9,10 @@ family in each step (steps x families), y the measured steps, and one level shar
 
     sum of huber(log(X exp(shared + own)) - log y) + (shared / sigma)^2 + sum of (own / sigma)^2
 
-is minimised (:func:`inverted`). On a well predicted GPU the remaining errors are those of single models, which do not
-generalise to other models: so levels are used only if each step is predicted better, on average, with the levels of all
-other steps than without levels. Levels are stored as the same record as adaptations to single kernels, so that every
-prediction on that GPU uses them.
+is minimised (:func:`invert_factors`). On a well predicted GPU the remaining errors are those of single models, which do
+not generalise to other models: so levels are used only if each step is predicted better, on average, with the levels of
+all other steps than without levels. Levels are stored as the same record as adaptations to single kernels, so that
+every prediction on that GPU uses them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from costmodel.base.errors import InputError, Say, UnsupportedOperatorError
-from costmodel.base.input_files import MALFORMED, counted, decoded, digest, read_text
+from costmodel.base.input_files import MALFORMED, content_digest, count_parts, decoded, read_text
 from costmodel.cost_model import Measurement
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.fitted import DIRECTORY, Fitted, fitted_in, own_directory, write_fitted
@@ -64,7 +64,7 @@ def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None,
         progress(
             f"{machine.name}: {key}: {each.points} kernels, {math.exp(each.weights[0]):.2f} times as long as before"
         )
-    points = {file.name: {"rows": len(members), "sha256": digest(file)} for file, members in rows.items()}
+    points = {file.name: {"rows": len(members), "sha256": content_digest(file)} for file, members in rows.items()}
     provenance = {"command": "python -m costmodel fit --table", "points": points}
     chip = machine.chip()
     fitted = Fitted(machine.name, chip.architecture, chip.power_limited, {}, provenance, moved)
@@ -119,7 +119,7 @@ def fit_to_steps(file: Path, machine_name: str, output: Path | None, progress: S
     base = known or Fitted(
         machine.name, chip.architecture, chip.power_limited, {}, {"command": "python -m costmodel fit"}
     )
-    provenance = {**base.provenance, "steps": {file.name: {"rows": len(steps), "sha256": digest(file)}}}
+    provenance = {**base.provenance, "steps": {file.name: {"rows": len(steps), "sha256": content_digest(file)}}}
     return write_fitted(
         replace(base, provenance=provenance, adaptations={**base.adaptations, **levels}), output or DIRECTORY
     )
@@ -154,7 +154,7 @@ def level_logs(seconds: np.ndarray, measured: np.ndarray) -> np.ndarray:
     families = seconds.shape[1]
     mapping = np.column_stack([np.ones(families), np.eye(families)])
     precision = np.array([_SHARED_SIGMA**-2, *[_OWN_SIGMA**-2] * families])
-    return inverted(seconds, measured, mapping, precision, _STEP_SIGMA)
+    return invert_factors(seconds, measured, mapping, precision, _STEP_SIGMA)
 
 
 def _helps(seconds: np.ndarray, measured: np.ndarray) -> bool:
@@ -249,7 +249,7 @@ def read_inventory(path: Path) -> list[CountedStep]:
 _ROUNDS = 60
 
 
-def inverted(
+def invert_factors(
     seconds: np.ndarray, target: np.ndarray, mapping: np.ndarray, precision: np.ndarray, step_sigma: float
 ) -> np.ndarray:
     """Log factors (classes,) of ``seconds`` (steps, classes) that fit the log times ``target`` (steps,).
@@ -276,7 +276,7 @@ def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
         table = csv.DictReader(io.StringIO(read_text(path, "table"), newline=""))
         if not {"operator", "median_s", "error"} <= set(table.fieldnames or ()):
             raise ValueError("no columns operator, median_s, error")
-        rows = list(counted(table, "table"))
+        rows = list(count_parts(table, "table"))
         pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: cannot be read ({error}); compress the measured table again") from None

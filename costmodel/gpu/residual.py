@@ -59,19 +59,19 @@ def forest_to_record(forest: Forest) -> dict[str, Any]:
     return {
         "trees": len(forest.leaves),
         "base": round(forest.base, 7),
-        "columns": packed(forest.columns),
-        "thresholds": packed(forest.thresholds),
-        "leaves": packed(forest.leaves.astype(np.float16)),
+        "columns": pack_array(forest.columns),
+        "thresholds": pack_array(forest.thresholds),
+        "leaves": pack_array(forest.leaves.astype(np.float16)),
     }
 
 
 def forest_from_record(record: dict[str, Any]) -> Forest:
     """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for invalid records."""
     trees = int(record["trees"])
-    inner = unpacked(record["columns"], np.uint8).size // trees if trees else 1
-    columns = unpacked(record["columns"], np.uint8).reshape(trees, inner)
-    thresholds = unpacked(record["thresholds"], np.float32).reshape(trees, inner)
-    leaves = unpacked(record["leaves"], np.float16).reshape(trees, inner + 1).astype(np.float32)
+    inner = unpack_array(record["columns"], np.uint8).size // trees if trees else 1
+    columns = unpack_array(record["columns"], np.uint8).reshape(trees, inner)
+    thresholds = unpack_array(record["thresholds"], np.float32).reshape(trees, inner)
+    leaves = unpack_array(record["leaves"], np.float16).reshape(trees, inner + 1).astype(np.float32)
     if columns.shape != thresholds.shape or leaves.shape[1] != columns.shape[1] + 1:
         raise ValueError("the arrays of a forest do not fit together")
     if not (np.isfinite(leaves).all() and abs(float(record["base"])) < _LARGEST_BASE):
@@ -79,13 +79,13 @@ def forest_from_record(record: dict[str, Any]) -> Forest:
     return Forest(columns, thresholds, leaves, float(record["base"]))
 
 
-def packed(array: np.ndarray) -> str:
+def pack_array(array: np.ndarray) -> str:
     """``array`` compressed and encoded as text."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
 
 
-def unpacked(text: str, dtype: Any) -> np.ndarray:
-    """Inverse of :func:`packed`, one-dimensional; ``ValueError`` for invalid text."""
+def unpack_array(text: str, dtype: Any) -> np.ndarray:
+    """Inverse of :func:`pack_array`, one-dimensional; ``ValueError`` for invalid text."""
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=dtype)
     except zlib.error as error:
@@ -112,7 +112,7 @@ class Lattice:
 
     def scaled(self, shares: np.ndarray) -> Lattice:
         """The lattice multiplied by ``shares`` (points,), made non-decreasing."""
-        return Lattice(self.axes, raised(self.seconds * shares.reshape(self.seconds.shape)))
+        return Lattice(self.axes, raise_to_monotone(self.seconds * shares.reshape(self.seconds.shape)))
 
     def at(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds at ``sizes`` (rows, axes)."""
@@ -130,17 +130,18 @@ class Lattice:
         return np.asarray(total * beyond)
 
 
-def raised(seconds: np.ndarray) -> np.ndarray:
+def raise_to_monotone(seconds: np.ndarray) -> np.ndarray:
     """Smallest array that is nowhere below ``seconds`` and non-decreasing along all axes."""
     for axis in range(seconds.ndim):
         seconds = np.maximum.accumulate(seconds, axis=axis)
     return seconds
 
 
-def rising(seconds: np.ndarray) -> np.ndarray:
+def fit_monotone(seconds: np.ndarray) -> np.ndarray:
     """Array nearest to ``seconds`` (least squares of logarithms) that is non-decreasing along all axes.
 
-    Alternating projections of Dykstra (1983) onto the convex sets of each axis, then :func:`raised` for the remainder.
+    Alternating projections of Dykstra (1983) onto the convex sets of each axis, then :func:`raise_to_monotone` for the
+    remainder.
     """
     from scipy.optimize import isotonic_regression
 
@@ -150,14 +151,14 @@ def rising(seconds: np.ndarray) -> np.ndarray:
             wanted = logs + owed[axis]
             logs = np.apply_along_axis(lambda row: isotonic_regression(row).x, axis, wanted)
             owed[axis] = wanted - logs
-    return raised(np.exp(logs))
+    return raise_to_monotone(np.exp(logs))
 
 
 def lattice_to_record(lattice: Lattice) -> dict[str, Any]:
     """JSON-able content of ``lattice``."""
     logs = np.round(np.log(lattice.seconds) * _STEPS).astype(np.int32)
     changes = np.diff(logs.ravel(), prepend=0).astype(np.int32)
-    return {"axes": [[float(size) for size in axis] for axis in lattice.axes], "log_seconds": packed(changes)}
+    return {"axes": [[float(size) for size in axis] for axis in lattice.axes], "log_seconds": pack_array(changes)}
 
 
 def lattice_from_record(record: dict[str, Any]) -> Lattice:
@@ -167,10 +168,10 @@ def lattice_from_record(record: dict[str, Any]) -> Lattice:
         len(axis) > 1 and np.isfinite(axis).all() and axis[0] > 0 and (np.diff(axis) > 0).all() for axis in axes
     ):
         raise ValueError("the sizes of a lattice do not ascend")
-    logs = np.cumsum(unpacked(record["log_seconds"], np.int32).astype(np.int64)) / _STEPS
+    logs = np.cumsum(unpack_array(record["log_seconds"], np.int32).astype(np.int64)) / _STEPS
     if len(logs) != np.prod([len(axis) for axis in axes]) or not (np.abs(logs) < _LONGEST).all():
         raise ValueError("the seconds of a lattice do not fit its sizes")
-    return Lattice(axes, raised(np.exp(logs).reshape([len(axis) for axis in axes])))
+    return Lattice(axes, raise_to_monotone(np.exp(logs).reshape([len(axis) for axis in axes])))
 
 
 def axes_of(*sizes: Sequence[float]) -> tuple[np.ndarray, ...]:

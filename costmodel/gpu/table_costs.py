@@ -22,7 +22,7 @@ from costmodel.gpu.families.lookups import (
     reuse_of,
     stages_of,
 )
-from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
+from costmodel.gpu.fitted import DIRECTORY, adaptations_for, level_transfer, residuals_for
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.machines.machine_records import Machine
 
@@ -139,7 +139,7 @@ def table_seconds(
     """
     batches = np.broadcast_to(np.asarray(batch_size), (len(tables),))
     machine.chip()
-    learned = (residuals_for(machine, directory), transfer(directory), adaptations_for(machine, directory))
+    learned = (residuals_for(machine, directory), level_transfer(directory), adaptations_for(machine, directory))
     model = KernelModel(machine, lambda operator: _FAMILY, *learned)
     dtypes = [each.dtype for each in tables]
     forward, backward = (entries_of_tables(tables, batches, way) for way in (False, True))

@@ -201,6 +201,15 @@ def load_cluster(
     )
 
 
+def load_gpu(name: str) -> Machine:
+    """Return the GPU ``name``, given as a machine or a cluster; raises ``MachineError`` if it is not a GPU."""
+    cluster = find_cluster(name)
+    machine = load_machine(name if cluster is None else cluster.machine)
+    if machine.kind != "gpu":
+        raise MachineError(f"{name}: is a {machine.kind} machine; `python -m costmodel machines` lists the GPUs")
+    return machine
+
+
 def single_gpu(gpu: Machine) -> Cluster:
     """Cluster of a single ``gpu``, which needs no link in its file."""
     # Nothing is sent: if the file has no link, a placeholder that takes no time is used.

@@ -40,7 +40,7 @@ from pydantic import Field
 from costmodel.base.errors import MachineError
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine, machine_files, offered, user_directory
 from costmodel.machines.machine_records import Bandwidth, Count, FileRecord, Machine, Name, NotInFile, Seconds, Text
-from costmodel.machines.record_file import StrictModel, read_mapping, to_record
+from costmodel.machines.record_file import StrictModel, convert_record, read_mapping
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
 # Without a file: one pair of GPUs takes all of the host's bandwidth, n / 2 pairs share it.
@@ -144,7 +144,7 @@ def network_files() -> dict[str, Path]:
 
 def read_cluster(path: Path) -> ClusterFile:
     """Read the cluster described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
-    file = to_record(_document(path), _Cluster, path, MachineError)
+    file = convert_record(_document(path), _Cluster, path, MachineError)
     node, network = file.intra_node, file.network
     _check_links(file, path)
     return ClusterFile(
@@ -187,7 +187,7 @@ def _check_links(file: _Cluster, path: Path) -> None:
 
 def read_network(path: Path) -> NetworkFile:
     """Read the network described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
-    return replace(to_record(_document(path), NetworkFile, path, MachineError), source=str(path))
+    return replace(convert_record(_document(path), NetworkFile, path, MachineError), source=str(path))
 
 
 def find_cluster(name_or_path: str | Path) -> ClusterFile | None:

@@ -38,7 +38,7 @@ from costmodel.base.process import usable_cores
 from costmodel.base.units import format_quantity
 from costmodel.machines.machine_records import NAME, ComputeRate, Host, Machine, MemoryLevel, PerThreads
 from costmodel.machines.power_law import HELD_DRAW, clock_holds, share_at_limit, unthrottled_share
-from costmodel.machines.record_file import file_content, read_mapping, to_record
+from costmodel.machines.record_file import convert_record, file_content, read_mapping
 
 KEY = "variant_of"
 # Dtypes of the tensor cores; if a file gives the rate of one, the others follow from the first given in this order.
@@ -82,7 +82,7 @@ def variant_file(document: Mapping[str, Any], path: Path, packaged: Path) -> Var
         raise MachineError(f"{path}: not a variant of {name} ({error}); correct the value") from None
 
 
-def with_what_follows(merged: Machine, base: Machine, file: VariantFile) -> Machine:
+def with_scaled_rates(merged: Machine, base: Machine, file: VariantFile) -> Machine:
     """``merged`` with rates and bandwidths scaled from ``base`` where ``file`` omits them.
 
     ``ValueError`` for a power limit below the clock-independent power.
@@ -201,13 +201,13 @@ def read_machine(path: Path) -> Machine:
         path, MachineError, "not a machine file; it must be a mapping with name, kind, compute, memory ..."
     )
     variant = variant_file(document, path, Path(__file__).parent / "gpu")
-    machine = to_record(variant.merged if variant else document, Machine, path, MachineError)
+    machine = convert_record(variant.merged if variant else document, Machine, path, MachineError)
     if variant:
-        base = to_record(variant.base, Machine, variant.path, MachineError)
+        base = convert_record(variant.base, Machine, variant.path, MachineError)
         if base.gpu is None or machine.gpu is None:
             raise MachineError(f"{path}: variant_of: {variant.name} is no GPU; write the whole file instead")
         try:
-            machine = with_what_follows(machine, base, variant)
+            machine = with_scaled_rates(machine, base, variant)
         except ValueError as error:
             raise MachineError(f"{path}: not a variant of {variant.name} ({error}); correct the value") from None
     machine = replace(machine, source=str(path))

@@ -66,14 +66,16 @@ def _written_out(value: Any, known: dict[int, float]) -> float:
     return known[id(value)]
 
 
-def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
+def convert_record(
+    document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]
+) -> Content:
     """Convert ``document``, the content of ``path``, to ``schema``, a record of
     :mod:`costmodel.machines.machine_records` or a :class:`StrictModel`; ``failure`` names file and key.
     """
     try:
         return _validated(document, schema)
     except ValidationError as error:
-        raise failure(f"{path}: {explain(error)}") from None
+        raise failure(f"{path}: {explain_problems(error)}") from None
 
 
 def read_record(path: Path, schema: type[Content], remedy: str) -> Content:
@@ -85,7 +87,7 @@ def read_record(path: Path, schema: type[Content], remedy: str) -> Content:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
     except ValidationError as error:
-        raise InputError(f"{path}: corrupt ({explain(error)}); {remedy}") from None
+        raise InputError(f"{path}: corrupt ({explain_problems(error)}); {remedy}") from None
     except (EOFError, ValueError, zlib.error) as error:
         raise InputError(f"{path}: corrupt, no JSON ({error}); {remedy}") from None
 
@@ -122,7 +124,7 @@ def file_content(record: Any) -> dict[str, Any]:
     return content
 
 
-def explain(error: ValidationError) -> str:
+def explain_problems(error: ValidationError) -> str:
     """Describe the problems, each with its key and a remedy; only the first few of many."""
     problems = error.errors()
     told = [_problem(each) for each in problems[:_MOST_TOLD]]

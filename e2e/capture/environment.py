@@ -110,6 +110,37 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
+class _Generators:
+    """Generators of random numbers of any number of GPUs."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Generator] = {}
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+    def __getitem__(self, number: int) -> torch.Generator:
+        return self._made.setdefault(number, torch.Generator("cpu"))
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    number = device if isinstance(device, int) else torch.device(device or "cuda").index
+    return torch.cuda.default_generators[number or 0].get_state()
+
+
+# Random numbers of GPUs have no values here; their states are those of a generator of the host.
+_RANDOM: dict[str, Any] = {
+    **{
+        # One function for each name: PyTorch's compiler tells them apart.
+        name: lambda *args, **kwargs: None
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+    },
+    "get_rng_state": _random_state,
+    "get_rng_state_all": lambda: [_random_state(number) for number in range(torch.cuda.device_count())],
+    "initial_seed": lambda: 0,
+}
+
+
 def _properties(gpu: SeenGpu) -> SimpleNamespace:
     """Return the properties as ``torch.cuda.get_device_properties`` does."""
     major, minor = gpu.capability
@@ -126,7 +157,20 @@ def _properties(gpu: SeenGpu) -> SimpleNamespace:
         L2_cache_size=gpu.l2_bytes,
         is_integrated=False,
         is_multi_gpu_board=False,
+        regs_per_multiprocessor=65536,
+        max_threads_per_block=1024,
+        shared_memory_per_block_optin=163 << 10,
+        gcnArchName=f"sm_{major}{minor}",
+        uuid=uuid_of(0),
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
     )
+
+
+def uuid_of(number: int) -> str:
+    """Return the name of a GPU in the form of the driver's."""
+    return f"{number:08x}-0000-0000-0000-000000000000"
 
 
 def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[Any, str, Any]]:
@@ -135,7 +179,10 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # The meta device means autocast of the GPU.
         (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
+        # TorchScript compiles source text, which is not that of the functions replaced here.
+        (torch.jit, "script", lambda what=None, *args, **kwargs: what),
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "default_generators", _Generators()),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
@@ -149,12 +196,18 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "get_device_name", lambda device=None: gpu.name),
         (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.memory_bytes, gpu.memory_bytes)),
-        (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
-        *((torch.cuda, name, lambda device=None: 0) for name in _MEMORY_IN_USE),
-        *(
-            (torch.cuda, name, lambda *args, **kwargs: None)
-            for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
-        ),
+        *_memory_patches(),
+        *_default_device_patches(),
+        (torch, "Generator", _Generator),
+        (torch.cuda, "init", lambda: None),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "get_arch_list", lambda: ["sm_{}{}".format(*gpu.capability)]),
+        (torch.cuda, "can_device_access_peer", lambda device, peer: True),
+        (torch.cuda, "ipc_collect", lambda: None),
+        *((torch.cuda, name, lambda device=None, value=value: value) for name, value in _SENSORS.items()),
+        (torch.version, "cuda", "12.8"),
+        (torch.backends.cudnn, "version", lambda: 91002),
+        *((module, name, value) for module in (torch.cuda, torch.cuda.random) for name, value in _RANDOM.items()),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
         # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
@@ -167,6 +220,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "__format__", _formatted),
+        (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
         # Device numbers, as in `model.to(rank)` and `torch.device(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
@@ -200,11 +254,146 @@ def _formatted(tensor: torch.Tensor, form: str) -> str:
     return format(tensor.item(), form) if single else object.__format__(tensor, form)
 
 
+def _represented(represent: Callable[..., str]) -> Callable[..., str]:
+    """Return a ``repr`` of tensors that waits for a number on the GPU and shows it; of more it shows the size."""
+
+    def shown(tensor: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return represent(tensor, tensor_contents=tensor_contents)
+        if tensor.numel() == 1:
+            return f"tensor({tensor.item()}, device='cuda:0')"
+        return f"tensor(..., device='cuda:0', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    return shown
+
+
 def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *device: ask(*("cuda" if each == "meta" else each for each in device))
 
 
+# What the driver's sensors say of a GPU at work: per cent, watts, degrees, MHz.
+_SENSORS = {"utilization": 100, "memory_usage": 50, "power_draw": 300_000, "temperature": 50, "clock_rate": 1_500}
 _MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_MEMORY_RESETS = (
+    "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "set_per_process_memory_fraction",
+)  # fmt: skip
+
+
+class _NothingInUse(dict):  # type: ignore[type-arg]
+    """Statistics of the allocator: nothing is in use."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def get(self, key: Any, default: Any = 0) -> Any:
+        return default
+
+
+def _memory_patches() -> Iterator[tuple[Any, str, Any]]:
+    for owner in (torch.cuda, torch.accelerator):
+        names = [name for name in _MEMORY_IN_USE if hasattr(owner, name)]
+        yield from ((owner, name, lambda device=None: 0) for name in names)
+        resets = [name for name in _MEMORY_RESETS if hasattr(owner, name)]
+        yield from ((owner, name, lambda *args, **kwargs: None) for name in resets)
+        yield owner, "memory_stats", lambda device=None: _NothingInUse()
+    yield torch.cuda, "memory_summary", lambda device=None, abbreviated=False: ""
+    yield torch.cuda, "memory_snapshot", lambda mempool_id=None: []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        yield torch.cuda.memory, name, lambda *args, **kwargs: None
+
+
+def _default_device_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches by which the GPU is a default device (``torch.set_default_device``, ``with device:``), and by
+    which old programs name its tensors (``torch.cuda.FloatTensor``).
+    """
+    context = import_module("torch.utils._device").DeviceContext
+    made, default, of_type = context.__init__, torch.get_default_device, torch.Tensor.type
+
+    def construct(self: Any, device: Any) -> None:
+        made(self, "meta" if torch.device(device).type == "cuda" else device)
+
+    def get_default_device() -> torch.device:
+        found = default()
+        return torch.device("cuda", torch.cuda.current_device()) if found.type == "meta" else found
+
+    def as_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            dtype = getattr(torch.cuda, dtype.rpartition(".")[2])
+        if isinstance(dtype, TensorType):
+            return self.to(torch.device("cuda"), dtype.dtype)
+        return of_type(self, dtype, *args, **kwargs)
+
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        number = _TENSOR_TYPES[name.rpartition(".")[2]]
+        torch.set_default_dtype(number)
+        torch.set_default_device("cuda" if "cuda" in name or isinstance(kind, TensorType) else "cpu")
+
+    yield context, "__init__", construct
+    yield torch, "get_default_device", get_default_device
+    yield torch.Tensor, "type", as_type
+    yield torch, "set_default_tensor_type", set_default_tensor_type
+    for name, dtype in _TENSOR_TYPES.items():
+        yield torch.cuda, name, TensorType(name, dtype)
+
+
+_TENSOR_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "LongTensor": torch.int64, "IntTensor": torch.int32,
+    "ShortTensor": torch.int16, "ByteTensor": torch.uint8, "CharTensor": torch.int8, "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+class TensorType:
+    """Replacement of ``torch.cuda.FloatTensor`` and the like, which make tensors on the GPU."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.__name__, self.dtype = f"torch.cuda.{name}", dtype
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        """Return a tensor of this size, or with these values."""
+        if all(is_device_number(each) for each in args) or (len(args) == 1 and isinstance(args[0], torch.Size)):
+            return torch.empty(*args, dtype=self.dtype, device="cuda")
+        return torch.as_tensor(args[0], dtype=self.dtype).to("cuda")
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype is self.dtype
+
+
+class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
+    """Kind of :class:`_Generator`: generators of PyTorch itself are of that class too."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _HostGenerator)
+
+
+_HostGenerator = torch.Generator
+
+
+class _Generator(torch.Generator, metaclass=_GeneratorKind):
+    """Replacement of ``torch.Generator``; that of the GPU is one of the host, which has the same interface."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        place = torch.device("cuda", device) if is_device_number(device) else torch.device(device)
+        if place.type not in ("cuda", "meta"):
+            return _HostGenerator(place)
+        made = _HostGenerator.__new__(cls)
+        made._place = torch.device("cuda", place.index or 0)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the program has named."""
+        return self._place  # type: ignore[no-any-return]
+
+    def clone_state(self) -> Any:
+        """Return another generator in the same state."""
+        made = _Generator("cuda")
+        made.set_state(self.get_state())
+        return made
+
+
 _MARKS = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from costmodel.base.errors import ModelError
+from e2e.capture.cuda_packages.kernels import attend
 from e2e.capture.environment import is_device_number
 from e2e.capture.known_values import LIMIT, know, known
 from e2e.capture.recorder import Recorder
@@ -229,7 +230,7 @@ class GpuDecisions(TorchFunctionMode):
         if name in NOT_OPERATORS:
             return func(*args, **kwargs)
         if name == "tolist" and args[0].device.type == "meta":
-            return _listed(args[0])
+            return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if name in ("tensor", "as_tensor"):
             return _written(func, args, kwargs)
@@ -335,6 +336,18 @@ def attention(
     half = query.dtype in (torch.float16, torch.bfloat16)
     alike = value.shape[-1] == query.shape[-1]
     fits = half and alike and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM
+    allowed = _allowed_backends()
+    if len(allowed) < len(_BACKENDS):
+        suited = {"flash": fits, "cudnn": half and alike and query.shape[-1] <= CUDNN_HEAD_DIM}
+        chosen = next((name for name in allowed if suited.get(name, True)), None)
+        if chosen is None:
+            raise RuntimeError("No available kernel. Aborting execution.")  # PyTorch's own words
+        if chosen == "math":
+            return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        bias = _additive(attn_mask, query)
+        turned = (each.transpose(1, 2) for each in (query, key, value))
+        kernel = {"flash": "flash2"}.get(chosen, chosen)
+        return attend(*turned, kernel=kernel, causal=is_causal, dropout=dropout_p, bias=bias).transpose(1, 2)
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
@@ -345,6 +358,27 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
+
+
+_BACKENDS: dict[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+}
+CUDNN_HEAD_DIM = 128
+# Compute capabilities of the GPUs on which PyTorch prefers cuDNN's attention.
+_CUDNN_FIRST = (9, 10)
+
+
+def _allowed_backends() -> list[str]:
+    """Return the kernels that the program allows (``sdpa_kernel``, ``enable_flash_sdp`` ...), the preferred one
+    first.
+    """
+    allowed = [name for name, is_enabled in _BACKENDS.items() if is_enabled()]
+    if "cudnn" in allowed and torch.cuda.get_device_capability()[0] in _CUDNN_FIRST:
+        allowed.insert(0, allowed.pop())
+    return allowed
 
 
 def math_attention(
@@ -384,13 +418,13 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
     return mask.expand(query.shape[0], query.shape[1], mask.shape[-2], mask.shape[-1])
 
 
-def _listed(tensor: torch.Tensor) -> Any:
+def _listed(tensor: torch.Tensor, decides: bool) -> Any:
     """Return ``tolist()``, for which the host waits for a copy.
 
-    Unknown integers, which may be sizes, raise ``ModelError``; other unknown numbers are zeros, like those of
-    ``.cpu()``.
+    Unknown integers, which may be sizes, raise ``ModelError``, unless no gradients are kept (``decides``): predictions
+    of an evaluation. Other unknown numbers are zeros, like those of ``.cpu()``.
     """
-    if known(tensor) is None and not tensor.is_floating_point():
+    if known(tensor) is None and not tensor.is_floating_point() and decides:
         if tensor.dim() == 0:
             return tensor.item()
         raise ModelError(

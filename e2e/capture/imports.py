@@ -47,7 +47,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name not in self._names:
             return None
         self._names.discard(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        # Others of this class may wait for the same module.
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -45,6 +45,9 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if func._schema.is_mutable:
         _write(func, args, kwargs, result)
         return
+    if func in _SELF_COMPARED and args[0] is args[1] and args[0].dim() == 0:  # as in `loss != loss`, true of NaN only
+        know(result, torch.full(result.shape, func is aten.eq.Tensor, dtype=torch.bool, device="cpu"))
+        return
     if func in _NOTHING_FOUND:
         if not _follows(func, args, kwargs, result):
             know(result, torch.zeros(result.shape, dtype=torch.bool, device="cpu"))
@@ -149,6 +152,7 @@ def _listed(result: Any) -> Sequence[Any]:
 _NOTHING_FOUND = frozenset(
     {aten.isnan.default, aten.isinf.default, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor}
 )
+_SELF_COMPARED = frozenset({aten.eq.Tensor, aten.ne.Tensor})
 # Flags that decide alone, whatever the other operand: ``False and`` anything is ``False``.
 _DECIDED_BY = {
     aten.bitwise_and.Tensor: False,

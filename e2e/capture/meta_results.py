@@ -89,7 +89,10 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
         values = known(tensor)
         if values is not None:
             return values.to(kwargs.get("dtype") or tensor.dtype, copy=True)
-        return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if tensor.dim() == 0 and dtype.is_floating_point:  # the value that .item() returns
+            return torch.ones((), dtype=dtype)
+        return torch.zeros(tensor.shape, dtype=dtype)
     result = func(tensor, **kwargs)
     if _is_meta(result) and not _is_meta(tensor) and not tensor.is_floating_point() and tensor.numel() <= LIMIT:
         know(result, tensor.to(result.dtype, copy=True))
@@ -98,7 +101,10 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
 
 def _copy_into(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
     if not _is_meta(target) and _is_meta(source):
-        return target
+        values = known(source)
+        if values is None:
+            return target
+        source = values
     return func(target, source, non_blocking)
 
 

@@ -15,13 +15,13 @@ import pickle
 import runpy
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -32,24 +32,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
+from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
+from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.program_needs import needs_met, told_missing
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
-from e2e.capture.stand_ins import driver_tools, made_up_data, missing_file, silent_loggers, torchvision_operators
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.capture.stand_ins import driver_tools, silent_loggers
+from e2e.capture.written_files import kept_files
+from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
 _end_process = os._exit
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
+# Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
+MOST_UNSTEPPED = 16
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,19 @@ class FoundStep:
     told: str
     # Other facts for the report, such as files that were stood in for.
     notes: tuple[str, ...] = ()
+    # Passes outside of the step, which train nothing.
+    evaluations: tuple[Evaluation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Forward passes outside of the step that train nothing."""
+
+    # First of the passes.
+    trace: OperatorTrace
+    passes: int
+    # Description, such as "400 forward passes of GPT without gradients at train.py:212, every 2,000 steps".
+    told: str
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,8 @@ class StepFinder:
     # Optimizer whose steps are the boundaries, and its class name.
     optimizer: int | None = None
     title: str = ""
+    # Optimizer -> its steps.
+    steps: Counter[int] = field(default_factory=Counter)
     # The last step, and the digests of all so far.
     step: tuple[OperatorCall, ...] = ()
     digests: list[str] = field(default_factory=list)
@@ -124,6 +148,13 @@ class StepFinder:
     optimizers: int = 0
     # The first outermost module with parameters.
     root: int | None = None
+    # Passes without gradients in the current step, and those of earlier ones that the step does not have.
+    passes: EvaluationPasses = field(init=False)
+    evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...]]] = field(default_factory=dict)
+    _groups: Sequence[PassGroup] = ()
+
+    def __post_init__(self) -> None:
+        self.passes = EvaluationPasses(self.recorder)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -139,16 +170,19 @@ class StepFinder:
             register_module_forward_pre_hook(self._called),
         )
         try:
-            with patch.object(torch.optim.Optimizer, "__init__", make):
+            with patch.object(torch.optim.Optimizer, "__init__", make), self.passes.watching():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.optimizer is None:
+        self.steps[id(optimizer)] += 1
+        slower = self.optimizer is not None and self.steps[id(optimizer)] < self.steps[self.optimizer] - 1
+        if self.optimizer is None or slower:  # a whole step has steps of all optimizers, such as five of one
             self.optimizer, self.title = id(optimizer), type(optimizer).__name__
             self.digests.clear()
+            self.steps.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
 
@@ -170,12 +204,22 @@ class StepFinder:
 
     def _boundary(self) -> None:
         calls = self.step = self.recorder.cut()
+        self._groups = self.passes.taken()
+        for group in self._groups:
+            self.evaluations.setdefault((group.title, group.line), (group, calls[group.calls]))
         self.digests.append(digest(calls))
-        last = len(self.digests)
-        if last > 2 and self.digests[-1] == self.digests[-2]:
-            self.finish(calls, f"step {last} of {self.title}, {len(calls):,} operators, equal to step {last - 1}")
-        elif last >= MOST_STEPS:
-            self.finish(calls, f"step {last} of {self.title}, {len(calls):,} operators; no two in a row were equal")
+        last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
+        if equal and any(group.replayed for group in self._groups):  # every step has them: they must run
+            self.passes.replaying = False
+        elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
+            self._finish(calls, last, f"equal to step {last - 1}")
+        elif not equal and last >= MOST_STEPS:
+            self._finish(calls, last, "not equal to the step before")
+
+    def _finish(self, calls: Sequence[OperatorCall], number: int, told: str) -> None:
+        for group in self._groups:  # passes of the step itself
+            self.evaluations.pop((group.title, group.line), None)
+        self.finish(calls, f"step {number} of {self.title}, {len(calls):,} operators, {told}")
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
@@ -185,14 +229,23 @@ class StepFinder:
             raise ModelError(
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
-        calls, count = self.step, len(self.digests) or 1
-        self.finish(calls, f"step {count} of {self.title}, {len(calls):,} operators, the last before the program ended")
+        self._finish(self.step, len(self.digests) or 1, "the last before the program ended")
 
 
 def digest(calls: Sequence[OperatorCall]) -> str:
     """Digest of the operators of a step on the GPU: names, shapes and types of their inputs; alike in all processes."""
     rows = [(call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)]
     return sha256(repr(rows).encode()).hexdigest()
+
+
+def cut_out(calls: Sequence[OperatorCall]) -> tuple[OperatorCall, ...]:
+    """Return neighbouring ``calls`` numbered from zero, as a trace of their own."""
+    first = calls[0].id if calls else 0
+    inside = {call.id for call in calls}
+    return tuple(
+        replace(call, id=call.id - first, parent=call.parent - first if call.parent in inside else None)
+        for call in calls
+    )
 
 
 def _is_on_gpu(call: OperatorCall) -> bool:
@@ -207,13 +260,16 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
     """Run the program of ``job`` in this process; ``answer`` is called with its step, or with what it waits for, and
     does not return.
+
+    ``scratch``: folder for files that the program must not find later.
     """
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
+    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
     recorder.communication = Communication(recorder)
     notes: list[str] = []
 
@@ -231,21 +287,28 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoR
             compiled=bool(recorder.compiled),
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
+            regions=recorder.last_parts,
         )
         rank = CapturedRank(
             trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
         )
-        answer(FoundStep(rank, job.mailbox, told, tuple(notes)))
+        files.undo()
+        answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
+
+    def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
+        for group, run in finder.evaluations.values():
+            if run:
+                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=())
+                yield Evaluation(trace, group.passes, group.told)
 
     finder = StepFinder(recorder, finish)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launch.environment))
         stack.enter_context(silent_loggers())
         local = min(place.gpus_per_node, place.world_size)
-        stack.enter_context(driver_tools(job.options.seen_gpu, local, Path(stack.enter_context(TemporaryDirectory()))))
-        stack.enter_context(torchvision_operators())
-        if job.made_up:
-            stack.enter_context(made_up_data(note))
+        stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
+        hub = stack.enter_context(needs_met(job.made_up, scratch, note))
+        stack.enter_context(cuda_packages(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
         launched = place.world_size > 1 or launch.processes is not None
@@ -254,11 +317,12 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep | WaitingRank], NoR
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
         stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch)))
+        files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         try:  # before the job is taken down
             with reporting(launch.title):
-                _start(launch)
+                _start(launch, hub)
                 finder.at_end()
         except NotYetSent as wait:
             answer(WaitingRank(wait, job.mailbox))
@@ -270,7 +334,7 @@ def _samples(recorder: Recorder) -> int | None:
     return next(iter(common)) if len(common) == 1 else None
 
 
-def _start(launch: Launch) -> None:
+def _start(launch: Launch, hub: Hub) -> None:
     """Run the program as ``__main__``."""
     folder = os.getcwd()
     sys.argv = [launch.program, *launch.arguments]
@@ -284,9 +348,11 @@ def _start(launch: Launch) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise
-    except FileNotFoundError as error:
-        missing = missing_file(error, traceback.extract_tb(error.__traceback__))
+            said = f"{end.code}" if isinstance(end.code, str) else f"status {end.code}; its own message is above"
+            raise ModelError(f"{launch.title}: the program ended before its first step: {said}") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
             raise
         raise ModelError(missing) from None
@@ -307,6 +373,6 @@ def main(job_file: str, answer_file: str) -> None:
         _end_process(0)
 
     try:
-        run_program(job, answer)
+        run_program(job, Path(job_file).parent, answer)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))

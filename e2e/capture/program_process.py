@@ -11,6 +11,8 @@ import tempfile
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
+from typing import IO
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox, Parcels
@@ -18,9 +20,11 @@ from e2e.capture.distributed.distributed_capture import CapturedRank, Distribute
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import FoundStep, ProgramJob, WaitingRank
+from e2e.capture.program import Evaluation, FoundStep, ProgramJob, WaitingRank
 from e2e.step.options import StepOptions
 
+# Bytes of a program's output that are shown.
+MOST_OUTPUT = 20_000
 # Memory of the process of a rank, of a model with billions of parameters.
 RANK_BYTES = 2 << 30
 
@@ -74,6 +78,10 @@ class ProgramRanks:
         first = self.found[capture.traces[0].rank]
         return f"{self.reference}: {first.told}", *first.notes
 
+    def evaluations(self, capture: DistributedCapture) -> tuple[Evaluation, ...]:
+        """Return the passes of the first captured rank that are no part of its step."""
+        return self.found[capture.traces[0].rank].evaluations
+
     def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature | None:
         """Return None: the work of a rank is known when it has been done."""
         return None
@@ -97,8 +105,11 @@ def run_rank(job: ProgramJob, folder: Path) -> FoundStep | WaitingRank:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
         command = [sys.executable, "-P", "-m", "e2e.capture", str(request), str(answer)]
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
-        )
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        Thread(target=_show, args=(process.stdout,), daemon=True).start()
         try:
             status = process.wait()
         finally:
@@ -110,6 +121,17 @@ def run_rank(job: ProgramJob, folder: Path) -> FoundStep | WaitingRank:
         raise found
     assert isinstance(found, (FoundStep, WaitingRank))
     return found
+
+
+def _show(output: IO[bytes]) -> None:
+    """Pass the beginning of what a program says on to standard error; read the rest, so that it can go on."""
+    left = MOST_OUTPUT
+    while text := os.read(output.fileno(), 1 << 16):
+        if left > 0:
+            print(text[:left].decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            left -= len(text)
+            if left <= 0:
+                print("\n... (the program says more than is shown)", file=sys.stderr)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

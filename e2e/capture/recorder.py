@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,10 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
+from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
 
 
@@ -185,6 +188,7 @@ class _Place(threading.local):
         self.forward_nodes = torch._C._autograd._get_sequence_nr()  # of this thread, like the number itself
         self.last_sequence: int | None = None
         self.last_module = ""
+        self.last_line = ""
 
 
 class Recorder(TorchDispatchMode):
@@ -206,15 +210,22 @@ class Recorder(TorchDispatchMode):
         self.paths = paths
         self.ranges = ScriptRanges()
         self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
+        # Their calls, and custom operators, of a program that runs as it is; None for a script's step.
+        self.regions: CompiledRegions | None = None
+        self.custom: CustomOperators | None = None
+        # Context in which PyTorch functions are decided as on CUDA, for implementations that run below them.
+        self.decisions: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
         # Ranges and passes of the last step that was cut.
         self.last_ranges = NamedRanges()
         self.last_passes: tuple[frozenset[int], ...] = ()
+        self.last_parts: dict[int, int] = {}
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
         self._module_of: dict[int, str] = {}
+        self._line_of: dict[int, str] = {}
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
 
@@ -268,14 +279,23 @@ class Recorder(TorchDispatchMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+            self.regions.enter()
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given``, it ``returned``."""
         if self._here.modules:
             self._here.modules.pop()
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+            self.regions.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
+
+    @property
+    def recorded(self) -> int:
+        """Number of calls recorded since the last cut."""
+        return len(self._rows)
 
     @property
     def depth(self) -> int:
@@ -289,6 +309,7 @@ class Recorder(TorchDispatchMode):
             self._gradients = None
         found = tuple(OperatorCall(**row) for row in self._rows)
         self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
+        self.last_parts = {} if self.regions is None else self.regions.cut()
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
         self._here.node, self._here.node_parent = None, None
         for frame in self._here.frames:
@@ -354,6 +375,11 @@ class Recorder(TorchDispatchMode):
                 return selecting.apart(*args, **kwargs)
         if not self.enabled or self._is_artefact(func):
             return self._result(func, args, kwargs)
+        body = None if self.custom is None else self.custom.implementation(func)
+        if body is not None:
+            ran, result = self._inside(func, body, args, kwargs)
+            if ran:
+                return result
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
         if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None:
@@ -369,6 +395,24 @@ class Recorder(TorchDispatchMode):
         result = self.results.run(func, args, kwargs)
         follow(func, args, kwargs, result)
         return result
+
+    def _inside(self, func: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the implementation of a custom operator, and return True and its result; False if it fails, without a
+        trace.
+        """
+        before = len(self._rows)
+        try:
+            with torch._C._EnableTorchFunction(), self.decisions(), self, self._framed(func):
+                return True, body(*args, **kwargs)
+        except (EndlessStepError, NotYetSent):
+            raise
+        except Exception:
+            del self._rows[before:]
+            for frame in self._here.frames:
+                if frame.id is not None and frame.id >= before:
+                    frame.id = None
+            self._here.node, self._here.node_parent = None, None
+            return False, None
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
         """Return a frame of the call ``func`` around its components, unless it has one already."""
@@ -434,18 +478,20 @@ class Recorder(TorchDispatchMode):
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
+        line = script_line()
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
             self._lengths.clear()
         if in_backward:
             parent, sequence, module = self._backward_parent(name)
+            line = self._here.last_line or line
         else:
             self._here.node = None
             if self.streams.node != DEFAULT_STREAM:
                 self._enter_stream(DEFAULT_STREAM)
-            parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
+            parent, sequence, module = self._script_parent(name), self._forward_sequence(line), self._module()
         thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
-        return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
+        return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module, line)
 
     def _with_stream(self, attributes: dict[str, Value]) -> dict[str, Value]:
         """Add the current stream to ``attributes``, unless it is the default one."""
@@ -461,6 +507,7 @@ class Recorder(TorchDispatchMode):
         phase: Phase,
         sequence: int | None = None,
         module: str = "",
+        line: str = "",
     ) -> dict[str, Any]:
         row: dict[str, Any] = {
             "id": len(self._rows),
@@ -470,8 +517,11 @@ class Recorder(TorchDispatchMode):
             "phase": phase,
             "sequence": sequence,
             "module": module,
+            "line": line,
         }
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
+        if self.regions is not None:
+            self.regions.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
@@ -496,13 +546,16 @@ class Recorder(TorchDispatchMode):
             parent = frame.id
         return parent
 
-    def _forward_sequence(self) -> int | None:
+    def _forward_sequence(self, line: str) -> int | None:
         """Return the number of the autograd node just made by this operator's autograd kernel, or None."""
         latest = torch._C._autograd._get_sequence_nr()
         if latest == self._here.forward_nodes:
             return None
         self._here.forward_nodes = latest
         self._module_of[latest - 1] = self._module()
+        self._line_of[latest - 1] = line
+        if self.regions is not None:
+            self.regions.note_node(latest - 1)
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1
@@ -516,6 +569,7 @@ class Recorder(TorchDispatchMode):
         number = node._sequence_nr()
         self._here.last_sequence = None if number == NO_SEQUENCE else number
         self._here.last_module = self._module_of.get(number, "")
+        self._here.last_line = self._line_of.get(number, "")
         title = node.name()
         around = self._append(
             f"autograd::engine::evaluate_function: {title}",

@@ -3,7 +3,8 @@ meta device; an end to scripts that do not end; tensors too large for any memory
 
 A long capture prints its progress and is stopped during import, model construction and the step (:func:`watched`).
 Without data ``.item()`` never becomes the value that a loop waits for. Such a loop either calls operators endlessly,
-detected by their number, or none at all, detected by time.
+detected by their number, or none at all, detected by the processor time that it spends without one: a busy machine
+makes a script slower, but no work of it longer.
 
 PyTorch counts bytes of tensors in 64 bits, and its error does not mention the step (:func:`oversized`).
 """
@@ -32,8 +33,12 @@ from costmodel.base.process import Terminated
 MOST_CALLS = 400_000
 # Limit including the unrecorded calls that make the model and settle the step.
 MOST_CALLED = 5 * MOST_CALLS
-# Longest time that a script may load data or compute on the CPU without a call.
+# Longest processor time that a script may load data or compute without a call.
 SILENT_SECONDS = 180.0
+# Longest time without a call in which it does not compute either: it waits for what never comes.
+WAITING_SECONDS = 300.0
+# Share of a processor below which a process waits rather than computes, on a busy machine too.
+_WAITING_SHARE = 0.01
 FIRST_NOTE_SECONDS, NOTES_SECONDS, _WAKING_SECONDS = 20.0, 30.0, 2.0
 # A signal that is ignored without a handler.
 _WAKING = signal.SIGURG
@@ -44,7 +49,7 @@ class EndlessStepError(ModelError):
 
     def __init__(self, what: str = "") -> None:
         super().__init__(
-            f"the script {what or f'has called no operator for {SILENT_SECONDS:.0f} seconds'} and has not ended: a "
+            f"the script {what or 'has called no operator for a long time'} and has not ended: a "
             "loop that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of "
             "rounds; a layer that goes token by token needs fewer tokens, or --linear-attention fused where its "
             "library has a kernel"
@@ -54,7 +59,7 @@ class EndlessStepError(ModelError):
 @contextmanager
 def watched(count: Callable[[], int]) -> Iterator[None]:
     """Context that prints progress of a long capture on standard error, and raises :class:`EndlessStepError` after too
-    long without a call.
+    much work, or too long a wait, without a call.
 
     ``count``: function that returns the number of calls so far.
     """
@@ -75,15 +80,17 @@ def watched(count: Callable[[], int]) -> Iterator[None]:
 
 def _watch(count: Callable[[], int], done: threading.Event, stopped: threading.Event, watched_thread: int) -> None:
     begin = last_call = time.monotonic()
+    spent = time.process_time()
     calls, told = count(), FIRST_NOTE_SECONDS
     while not done.wait(1.0):
         now = time.monotonic()
         if count() != calls:
-            calls, last_call = count(), now
+            calls, last_call, spent = count(), now, time.process_time()
         if now - begin >= told:
             print(f"capturing: {calls:,} operator calls after {now - begin:.0f} s", file=sys.stderr)
             told += NOTES_SECONDS
-        if now - last_call > SILENT_SECONDS:
+        silent, worked = now - last_call, time.process_time() - spent
+        if worked > SILENT_SECONDS or (silent > WAITING_SECONDS and worked < _WAITING_SHARE * silent):
             stopped.set()
             # The only way to interrupt a loop without calls of this package.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(

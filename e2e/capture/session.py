@@ -8,15 +8,12 @@ tensors, which is priced by their bytes.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +22,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from e2e.capture.attention import flex_attention
+from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
+from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.script_errors import watched
@@ -35,61 +34,69 @@ from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
 @contextmanager
-def without_compiler(found: list[str]) -> Iterator[None]:
+def without_compiler(found: list[str], regions: CompiledRegions | None = None) -> Iterator[None]:
     """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
-    compiled functions and modules are added to ``found``.
+    compiled functions and modules are added to ``found``; their calls are ``regions``.
     """
     compile_module = torch.compile
 
     def compiled(model: Any = None, **options: Any) -> Any:
+        if options.get("disable"):
+            return model
         if model is None:
             return partial(compiled, **options)
         if isinstance(model, torch.nn.Module):
             found.append(type(model).__name__)
-            return compile_module(model, **{**options, "fullgraph": False})
-        if not str(getattr(model, "__module__", "")).startswith("torch."):
-            found.append(getattr(model, "__name__", "function"))
-        return model
+            return compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})
+        owner = getattr(model, "__self__", None)
+        own = isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) and regions is not None
+        if own or not str(getattr(model, "__module__", "")).startswith("torch."):
+            found.append(type(owner).__name__ if own else getattr(model, "__name__", "function"))
+        return model if regions is None else _region(model, regions)
 
     with patch.object(torch, "compile", compiled):
         yield
 
 
+def _region(function: Callable[..., Any], regions: CompiledRegions) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with regions.region():
+            return function(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def generated_kernels(recorder: Recorder) -> Iterator[None]:
-    """Context in which flexible attention and launches of Triton kernels are recorded, if they have been imported."""
-    with ExitStack() as stack:
-        for target, name, value in (*_flexible(recorder), *_launches(recorder)):
-            stack.enter_context(patch.object(target, name, value))
+    """Context in which flexible attention and launches of Triton kernels are recorded."""
+
+    def flexible(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        """Yield the patches of internals of ``flex_attention``, since scripts hold the function itself."""
+        yield module, "_validate_device", lambda query, key, value: None
+        yield module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True  # its own call of the compiler
+        yield module, "flex_attention_hop", partial(flex_attention, recorder.paused)
+
+    def launches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
+
+        yield module.JITFunction, "run", launch
+
+    def tuning(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.fn.run(*args, **kwargs)
+
+        yield module.Autotuner, "run", tuned
+
+    patches = {
+        "torch.nn.attention.flex_attention": flexible,
+        "triton.runtime.jit": launches,
+        "triton.runtime.autotuner": tuning,
+    }
+    with patched_imports(patches):
         yield
-
-
-def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Return the patches of internals of ``flex_attention``, since scripts hold the function itself."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    if module is None:
-        return []
-    return [
-        (module, "_validate_device", lambda query, key, value: None),
-        (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # its own call of the compiler
-        (module, "flex_attention_hop", partial(flex_attention, recorder.paused)),
-    ]
-
-
-def _launches(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
-    if find_spec("triton") is None or "triton" not in sys.modules:
-        return []
-    kernel = import_module("triton.runtime.jit").JITFunction
-    tuner = import_module("triton.runtime.autotuner").Autotuner
-
-    def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
-
-    def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.fn.run(*args, **kwargs)
-
-    return [(kernel, "run", launch), (tuner, "run", tuned)]
 
 
 @contextmanager
@@ -193,11 +200,14 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
-        stack.enter_context(without_compiler(recorder.compiled))
+        stack.enter_context(without_compiler(recorder.compiled, recorder.regions))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.called))
         stack.enter_context(followed_threads(recorder, options.form))
+        recorder.decisions = lambda: GpuDecisions(recorder, options.form)
+        if recorder.custom is not None:
+            stack.enter_context(recorder.custom.noticed())
         stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(recorder)
         yield
@@ -248,6 +258,8 @@ def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) ->
         if id(optimizer) in warming:
             return
         _choose_form(optimizer, form)
+        if recorder.regions is not None and recorder.regions.inside:
+            _choose_fused(optimizer)
         if not recorder.enabled:  # called by another optimizer while that makes its state
             return
         if steady and not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
@@ -277,3 +289,10 @@ def _choose_form(optimizer: Any, form: OptimizerForm) -> None:
     for group in optimizer.param_groups:
         if form == "fused" and "fused" in group and group["fused"] is None and group.get("foreach") is None:
             group["fused"] = True
+
+
+def _choose_fused(optimizer: Any) -> None:
+    """Set the fused form, which moves what a compiled step moves, if the optimizer has one."""
+    for group in optimizer.param_groups:
+        if group.get("fused") is None and "fused" in group:
+            group["fused"], group["foreach"] = True, False

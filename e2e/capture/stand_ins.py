@@ -1,8 +1,5 @@
 """Stand-ins for what a program asks of the machine with the GPUs and this machine lacks: ``nvidia-smi`` and NVML,
-loggers that are not installed, files of data.
-
-Loggers are always silent. Data that are missing are made up only if that was asked for (``--data synthetic``): numbers
-of the right type, as many as needed. Whatever was made up is noted, for the report.
+loggers that are not installed. (:mod:`e2e.capture.missing` has those for data and weights.)
 """
 
 from __future__ import annotations
@@ -12,24 +9,23 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
+from e2e.capture.environment import uuid_of
 from e2e.step.options import SeenGpu
 
+# Takes a line for the report on what was made up.
 Note = Callable[[str], None]
 
-# Packages that only tell how a run goes.
+# Packages that only tell how a run goes, or how well.
 LOGGERS = (
     "wandb", "tensorboard", "tensorboardX", "mlflow", "comet_ml", "neptune", "clearml", "aim", "swanlab", "trackio",
-    "dvclive", "codecarbon",
+    "dvclive", "codecarbon", "evaluate", "nltk", "rouge_score", "sacrebleu", "seqeval",
 )  # fmt: skip
 _SILENCE = {
     "WANDB_MODE": "disabled",
@@ -39,8 +35,6 @@ _SILENCE = {
     "TOKENIZERS_PARALLELISM": "false",
     "COMET_MODE": "disabled",
 }
-# Elements of a file that is made up: as many as no loop over batches of the first steps gets through.
-MADE_UP = 1 << 28
 
 
 class Silent:
@@ -121,13 +115,69 @@ def silent_loggers() -> Iterator[None]:
 @contextmanager
 def driver_tools(gpu: SeenGpu, count: int, folder: Path) -> Iterator[None]:
     """Context in which ``nvidia-smi`` and NVML tell of ``count`` GPUs. ``folder``: place for the program."""
-    program = folder / "nvidia-smi"
-    lines = [f"GPU {number}: {gpu.name} (UUID: GPU-{number:08x})" for number in range(count)]
-    program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n", encoding="utf-8")
+    facts = [_facts(gpu, number, count) for number in range(count)]
+    program, answers = folder / "nvidia-smi", folder / "nvidia_smi.py"
+    answers.write_text(f"FACTS = {facts!r}\n{_NVIDIA_SMI}", encoding="utf-8")
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -E -S '{answers}' \"$@\"\n", encoding="utf-8")
     program.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     with patch.dict(os.environ, PATH=path), patch.dict(sys.modules, pynvml=_nvml(gpu, count)):
         yield
+
+
+def _facts(gpu: SeenGpu, number: int, count: int) -> dict[str, tuple[str, str]]:
+    """Return what ``nvidia-smi --query-gpu`` can be asked of a GPU: values with their units."""
+    total = gpu.memory_bytes >> 20
+    return {
+        "index": (str(number), ""),
+        "count": (str(count), ""),
+        "name": (gpu.name, ""),
+        "gpu_name": (gpu.name, ""),
+        "uuid": (f"GPU-{uuid_of(number)}", ""),
+        "gpu_uuid": (f"GPU-{uuid_of(number)}", ""),
+        "driver_version": ("570.86.15", ""),
+        "compute_cap": (".".join(map(str, gpu.capability)), ""),
+        "memory.total": (str(total), " MiB"),
+        "memory.used": ("0", " MiB"),
+        "memory.free": (str(total), " MiB"),
+        "utilization.gpu": ("100", " %"),
+        "utilization.memory": ("50", " %"),
+        "temperature.gpu": ("50", ""),
+        "power.draw": ("300.00", " W"),
+        "power.limit": ("700.00", " W"),
+        "clocks.sm": ("1500", " MHz"),
+        "clocks.mem": ("2000", " MHz"),
+    }
+
+
+# Program that answers as nvidia-smi does, from FACTS; a library is not imported.
+_NVIDIA_SMI = """
+import sys
+given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+asked = given.get("--query-gpu", "")
+form = given.get("--format", "csv").split(",")
+chosen = given.get("--id", "")
+if "-i" in sys.argv:
+    chosen = sys.argv[sys.argv.index("-i") + 1]
+rows = [row for row in FACTS if not chosen or row["index"][0] in chosen.split(",")]
+if any(word.startswith("--query-") and not word.startswith("--query-gpu") for word in sys.argv[1:]):
+    pass
+elif asked:
+    names = [name.strip() for name in asked.split(",")]
+    if "noheader" not in form:
+        units = {name: rows[0].get(name, ("", ""))[1].strip() for name in names} if rows else {}
+        print(", ".join(name + (f" [{units[name]}]" if units.get(name) else "") for name in names))
+    for row in rows:
+        values = [row.get(name, ("[N/A]", "")) for name in names]
+        print(", ".join(value + ("" if "nounits" in form else unit) for value, unit in values))
+elif "-L" in sys.argv or "--list-gpus" in sys.argv:
+    for row in rows:
+        print(f"GPU {row['index'][0]}: {row['name'][0]} (UUID: {row['uuid'][0]})")
+else:
+    print("| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |")
+    for row in rows:
+        print(f"| {row['index'][0]}  {row['name'][0]} |  0MiB / {row['memory.total'][0]}MiB | 100% Default |")
+"""
 
 
 def _nvml(gpu: SeenGpu, count: int) -> ModuleType:
@@ -136,180 +186,31 @@ def _nvml(gpu: SeenGpu, count: int) -> ModuleType:
     class Memory:
         total, free, used = gpu.memory_bytes, gpu.memory_bytes, 0
 
+    class Utilization:
+        gpu, memory = 100, 50
+
     class NVMLError(Exception):
         """Error of the driver, which never occurs."""
 
     answers: dict[str, Any] = {
         "nvmlDeviceGetCount": lambda: count,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetIndex": lambda handle: handle,
         "nvmlDeviceGetName": lambda handle: gpu.name,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{uuid_of(handle)}",
         "nvmlDeviceGetMemoryInfo": lambda handle, version=None: Memory(),
+        "nvmlDeviceGetUtilizationRates": lambda handle: Utilization(),
         "nvmlDeviceGetCudaComputeCapability": lambda handle: gpu.capability,
-        "nvmlDeviceGetPowerUsage": lambda handle: 0,
-        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 0,
+        "nvmlDeviceGetPowerUsage": lambda handle: 300_000,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 0,
+        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 50,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+        "nvmlSystemGetDriverVersion": lambda: "570.86.15",
+        "nvmlSystemGetCudaDriverVersion": lambda: 12080,
         "NVMLError": NVMLError,
+        "NVML_TEMPERATURE_GPU": 0,
     }
     for name, value in answers.items():
         setattr(module, name, value)
     return module
-
-
-@contextmanager
-def made_up_data(note: Note) -> Iterator[None]:
-    """Context in which files of data that are not there are made up: arrays of NumPy and images of torchvision."""
-    with ExitStack() as stack:
-        numpy = import_module("numpy")
-        stack.enter_context(patch.object(numpy, "memmap", _memory_map(numpy, note)))
-        stack.enter_context(patch.object(numpy, "fromfile", _from_file(numpy, note)))
-        stack.enter_context(patch.object(numpy, "load", _load(numpy, note)))
-        if importlib.util.find_spec("torchvision") is not None:
-            for target, name, value in _image_datasets(note):
-                stack.enter_context(patch.object(target, name, value))
-        yield
-
-
-def _zeros(numpy: Any, file: Any, dtype: Any, count: int, note: Note) -> Any:
-    note(f"{os.fspath(file)} is not there: {count:,} zeros of {numpy.dtype(dtype).name}")
-    return numpy.zeros(count, dtype)  # takes memory where it is written only
-
-
-def _is_missing(file: Any) -> bool:
-    return isinstance(file, (str, os.PathLike)) and not os.path.exists(file)
-
-
-def _memory_map(numpy: Any, note: Note) -> Any:
-    class memmap(numpy.memmap):  # type: ignore[misc,name-defined]
-        """Array in a file, or zeros where there is no file to be read."""
-
-        def __new__(cls, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
-            if mode in ("r", "c", "readonly", "copyonwrite") and _is_missing(filename):
-                shape = kwargs.get("shape", args[1] if len(args) > 1 else None)
-                count = MADE_UP if shape is None else int(numpy.prod(shape))
-                zeros = _zeros(numpy, filename, dtype, count, note)
-                return zeros if shape is None else zeros.reshape(shape)
-            return numpy.ndarray.view(_original(filename, dtype, mode, *args, **kwargs), cls)
-
-    _original = numpy.memmap
-    return memmap
-
-
-def _from_file(numpy: Any, note: Note) -> Any:
-    original = numpy.fromfile
-
-    def fromfile(file: Any, dtype: Any = float, count: int = -1, *args: Any, **kwargs: Any) -> Any:
-        if _is_missing(file):
-            return _zeros(numpy, file, dtype, MADE_UP if count < 0 else count, note)
-        return original(file, dtype, count, *args, **kwargs)
-
-    return fromfile
-
-
-def _load(numpy: Any, note: Note) -> Any:
-    original = numpy.load
-
-    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_missing(file) and str(file).endswith(".npy"):
-            return _zeros(numpy, file, numpy.uint16, MADE_UP, note)
-        return original(file, *args, **kwargs)
-
-    return load
-
-
-@contextmanager
-def torchvision_operators() -> Iterator[None]:
-    """Context in which a torchvision built for CUDA can be imported beside a PyTorch without it: its library does not
-    load there, and two of its operators are expected all the same.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    with ExitStack() as stack:
-        if spec is not None and spec.origin is not None and not _loads(Path(spec.origin).parent.glob("_C*.so")):
-            library = stack.enter_context(torch.library._scoped_library("torchvision", "DEF"))
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        yield
-
-
-def _loads(libraries: Iterable[Path]) -> bool:
-    try:
-        for library in libraries:
-            torch.ops.load_library(library)
-    except OSError:
-        return False
-    return True
-
-
-# torchvision's data: mode and size of an image, classes, images of the training part.
-_IMAGES: dict[str, tuple[str, tuple[int, int], int, int]] = {
-    "MNIST": ("L", (28, 28), 10, 60_000),
-    "FashionMNIST": ("L", (28, 28), 10, 60_000),
-    "KMNIST": ("L", (28, 28), 10, 60_000),
-    "EMNIST": ("L", (28, 28), 47, 112_800),
-    "CIFAR10": ("RGB", (32, 32), 10, 50_000),
-    "CIFAR100": ("RGB", (32, 32), 100, 50_000),
-    "SVHN": ("RGB", (32, 32), 10, 73_257),
-    "STL10": ("RGB", (96, 96), 10, 5_000),
-    "ImageFolder": ("RGB", (500, 375), 1_000, 1_281_167),
-    "ImageNet": ("RGB", (500, 375), 1_000, 1_281_167),
-    "Flowers102": ("RGB", (500, 667), 102, 1_020),
-    "OxfordIIITPet": ("RGB", (500, 375), 37, 3_680),
-    "Food101": ("RGB", (512, 512), 101, 75_750),
-    "CelebA": ("RGB", (178, 218), 10_177, 162_770),
-    "LSUN": ("RGB", (256, 256), 10, 3_033_042),
-}
-
-
-def _image_datasets(note: Note) -> Iterator[tuple[Any, str, Any]]:
-    """Yield classes of images that are made up if their folder is not there; transformations run on them as on real
-    ones.
-    """
-    datasets = import_module("torchvision.datasets")
-    for name, (mode, size, classes, length) in _IMAGES.items():
-        original = getattr(datasets, name, None)
-        if original is not None:
-            yield datasets, name, _pictures(original, name, (mode, size, classes, length), note)
-
-
-def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, int], note: Note) -> Any:
-    mode, size, classes, length = form
-
-    class Pictures(original):  # type: ignore[misc]
-        def __init__(self, root: Any, *args: Any, **kwargs: Any) -> None:
-            self.made_up = _is_missing(root) or not os.listdir(root)
-            if not self.made_up:
-                super().__init__(root, *args, **kwargs)
-                return
-            note(f"torchvision's {name} is not in {root}: {length:,} empty images of {size[0]}x{size[1]}")
-            names = ("transform", "target_transform") if name in ("ImageFolder",) else ()
-            given = dict(zip(names, args, strict=False)) | kwargs
-            self.root, self.transform = root, given.get("transform")
-            self.target_transform = given.get("target_transform")
-            self.classes = [str(number) for number in range(classes)]
-            self.class_to_idx = {each: number for number, each in enumerate(self.classes)}
-
-        def __len__(self) -> int:
-            return length if self.made_up else super().__len__()
-
-        def __getitem__(self, place: int) -> Any:
-            if not self.made_up:
-                return super().__getitem__(place)
-            image, target = import_module("PIL.Image").new(mode, size), place % classes
-            if self.transform is not None:
-                image = self.transform(image)
-            return image, target if self.target_transform is None else self.target_transform(target)
-
-    Pictures.__name__ = Pictures.__qualname__ = name
-    return Pictures
-
-
-def missing_file(error: BaseException, frames: Sequence[Any]) -> str | None:
-    """Return what to do about a file that a program opens and that is not there, or None for other errors."""
-    if not isinstance(error, FileNotFoundError) or error.filename is None:
-        return None
-    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_users(frame.filename)), "")
-    return (
-        f"{place}opens {error.filename}, which is not here; give --data synthetic, where made-up data will do, or put "
-        "a file of that form there, as small as the program takes it"
-    )
-
-
-def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(("<", str(Path(torch.__file__).parent)))

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeated, version_command
+from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeat_options, version_command
 from e2e.commands.predict_command import JsonOption, predict_command
 from e2e.commands.shard_command import shard_command
 from e2e.commands.sweep_command import sweep_command
@@ -32,7 +32,7 @@ def main() -> None:
     # Most objects of a prediction live to its end: garbage collection at the default thresholds takes a fifth of the
     # time.
     gc.set_threshold(100_000, 20, 20)
-    app(with_command(repeated(sys.argv[1:], ("--trace", "--kineto"))), prog_name=program_name("e2e"))
+    app(with_command(repeat_options(sys.argv[1:], ("--trace", "--kineto"))), prog_name=program_name("e2e"))
 
 
 def with_command(words: list[str]) -> list[str]:
@@ -51,7 +51,7 @@ app.command("shard")(guarded()(shard_command))
 @app.command("doctor")
 @guarded()
 def doctor(as_json: JsonOption = False) -> None:
-    """Looks whether all that predictions need is here; status 1, and what to do, where something is broken."""
+    """Check the installation; status 1, and what to do, if something is broken."""
     from e2e.commands.doctor import doctor_command
 
     doctor_command(as_json)

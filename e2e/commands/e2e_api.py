@@ -23,7 +23,7 @@ from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
-    from e2e.sources.request import Request
+    from e2e.sources.requests import Request
     from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
     from e2e.sweeps.workers import Workers
 
@@ -45,7 +45,7 @@ def predict(
 
     ``options`` are those of the command line (``batch_size`` for ``--batch-size``; ``traces`` and ``tables`` for
     ``--trace`` and ``--config``); the name of a built-in model may be the first argument. Options may be grouped in
-    records: :class:`e2e.Cluster`, :class:`e2e.Stack`, or a whole request, whose fields are its options:
+    records: :class:`e2e.ClusterOptions`, :class:`e2e.StackOptions`, or a whole request, whose fields are its options:
     :class:`e2e.Model`, :class:`e2e.SpreadModel`, :class:`e2e.Script`, :class:`e2e.ScriptJob`, :class:`e2e.Trace`,
     :class:`e2e.Recording`, :class:`e2e.ShardedTables`. A ``script`` may be the function itself, which is called without
     a GPU (:func:`e2e.capture.script.load_script`); ``parallel`` a text or a :class:`ParallelSpec`.
@@ -67,9 +67,9 @@ def predict(
     """
     from e2e.capture.script import captures_kept
     from e2e.sources.gpu_prices import asked_price, with_cost
-    from e2e.sources.known_requests import SpreadModel
     from e2e.sources.predict_request import predict_request
-    from e2e.sources.prepared_step import told
+    from e2e.sources.prepared_step import with_remarks
+    from e2e.sources.requests import SpreadModel
 
     request = _request(asked, options)
     # Invalid prices and unwritable files are reported before long work.
@@ -82,7 +82,7 @@ def predict(
 
             request, chosen = with_best_way(request)
             notes = [chosen]
-        answer = told(predict_request(request), notes=notes)
+        answer = with_remarks(predict_request(request), notes=notes)
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
@@ -102,12 +102,11 @@ def predict(
 
 def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
     """Combine names, records and single options to one request."""
-    from e2e.sources.known_requests import all_options, request_of
-    from e2e.sources.request import Request
+    from e2e.sources.requests import Request, all_options, request_of
 
     if len(asked) == 1 and isinstance(asked[0], Request) and not options:
         return asked[0]
-    parts = [{"model": each} if isinstance(each, str) else each.given() for each in asked]
+    parts = [{"model": each} if isinstance(each, str) else each.given_values() for each in asked]
     found: dict[str, Any] = {}
     for name, value in (pair for part in (*parts, options) for pair in part.items()):
         if name in found:
@@ -171,10 +170,10 @@ def sweep(
     (['ok', 'ok'], True)
     """
     from e2e.capture.models.stacks import stack_of
-    from e2e.sources.recipes import recipe_of
-    from e2e.sweeps.first_look import promising
+    from e2e.sources.recipes import training_recipe
+    from e2e.sweeps.first_look import promising_cells
     from e2e.sweeps.sweep_driver import run_plan
-    from e2e.sweeps.sweep_driver import sweep as run_sweep
+    from e2e.sweeps.sweep_driver import run_sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
@@ -183,7 +182,7 @@ def sweep(
     recipes = [recipe] if recipe is None or isinstance(recipe, str) else list(recipe)
     precisions = [precision] if precision is None or isinstance(precision, str) else list(precision)
     for each in recipes:
-        recipe_of(each)
+        training_recipe(each)
     for name in precisions:
         _one_of("precision", name, (None, *get_args(Precision)))
     stack_of(stack)
@@ -210,7 +209,7 @@ def sweep(
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
     told = progress or (lambda done, total, seconds, row: None)
     with _TURN, tempfile.TemporaryDirectory(prefix="e2e-sweep-") as nowhere:
-        looked = promising(request, cells, tries)
+        looked = promising_cells(request, cells, tries)
         folder = Path(nowhere if output is None else output)
         return run_sweep(request, looked, folder, _workers(workers, ray), told, plan)
 

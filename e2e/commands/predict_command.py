@@ -12,15 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from costmodel.base.errors import InputError
-from e2e.sources.known_requests import all_options, sources_with
-from e2e.sources.request import ANSWER_PANEL, SOURCES, Cluster, Gpu, Request
+from e2e.sources.requests import ANSWER_PANEL, SOURCES, Request, all_options, sources_with
 from e2e.step.option_fields import OptionField
+from e2e.step.options import ClusterOptions, GpuOptions
 
 PriceOption = Annotated[
     str | None,
     typer.Option(
         rich_help_panel=ANSWER_PANEL,
-        help="Dollars per GPU and hour, or a YAML file of prices by GPU: adds what a step costs.",
+        help="Price in dollars per GPU and hour, or a YAML file of prices: adds the cost.",
     ),
 ]
 AdviceOption = Annotated[
@@ -33,7 +33,7 @@ AdviceOption = Annotated[
 ]
 TimelineOption = Annotated[
     Path | None,
-    typer.Option(rich_help_panel=ANSWER_PANEL, help="Write a Chrome/Perfetto trace (.json or .json.gz)."),
+    typer.Option(rich_help_panel=ANSWER_PANEL, help="Write the timeline for ui.perfetto.dev (.json or .json.gz)."),
 ]
 ReportOption = Annotated[
     Path | None, typer.Option(rich_help_panel=ANSWER_PANEL, help="Write a self-contained HTML report.")
@@ -56,7 +56,7 @@ def _choice(each: OptionField) -> dict[str, Any]:
 
     def read(value: str) -> Any:
         try:
-            return each.taken(value)
+            return each.convert(value)
         except InputError as error:
             raise typer.BadParameter(str(error).removeprefix(f"{each.flag} ")) from None
 
@@ -106,8 +106,8 @@ def note(option: str) -> str:
 
 def _on_several(record: type[Request], users: Sequence[type[Request]]) -> bool:
     """True if ``record`` is for one GPU and ``users`` has its variant for several GPUs."""
-    alone = issubclass(record, Gpu) and not issubclass(record, Cluster)
-    return alone and any(each.panel == record.panel and issubclass(each, Cluster) for each in users)
+    alone = issubclass(record, GpuOptions) and not issubclass(record, ClusterOptions)
+    return alone and any(each.panel == record.panel and issubclass(each, ClusterOptions) for each in users)
 
 
 # Exit status if a step may not fit; ShortageError has that of a step that does not fit.
@@ -124,7 +124,7 @@ def predict_command(
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
-    """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
+    """Predict one steady step of a model, program, script or recording, on one GPU or many."""
     import e2e.sources.predict_request  # noqa: F401 (libraries are loaded before their objects are spared)
     from costmodel.base.process import old_objects_spared
     from e2e.commands.e2e_api import predict

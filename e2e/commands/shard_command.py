@@ -22,33 +22,31 @@ if TYPE_CHECKING:
 
 
 def shard_command(
-    tables: Annotated[Path, typer.Option(help="tables.yaml (costmodel/gpu/embedding_tables.py says what is in it).")],
-    gpu: Annotated[
-        str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")
+    tables: Annotated[
+        Path, typer.Option(help="File of the tables and the dense part (docs/tutorials/shard-tables.md).")
     ],
-    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="GPUs of the whole job.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
-    batch_size: Annotated[
-        int, typer.Option(min=1, max=2**31 - 1, help="Samples per GPU; a step trains --gpus times as many.")
-    ] = 4096,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
+    gpu: Annotated[str, typer.Option(help="GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.")],
+    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="GPUs of the job.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write the plan to (.json).")],
+    batch_size: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Samples per GPU.")] = 4096,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
     network: Annotated[str | None, shared("network")] = None,
     indices: Annotated[
         Path | None,
-        typer.Option(help="Batches of indices by table (.npz); other tables: as in tables.yaml."),
+        typer.Option(help="Batches of real indices by table (.npz)."),
     ] = None,
-    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the memory that stays free.")] = 0.15,
-    kinds: Annotated[str, typer.Option(help="Placements to try, with commas.")] = ",".join(KINDS),
-    minimum_columns: Annotated[int, typer.Option(min=4, help="Narrowest block of columns.")] = MINIMUM_COLUMNS,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Longest search.")] = 15.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 2, help="Of all random choices.")] = 0,
+    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the memory left free.")] = 0.15,
+    kinds: Annotated[str, typer.Option(help="Placements to try, separated by commas.")] = ",".join(KINDS),
+    minimum_columns: Annotated[int, typer.Option(min=4, help="Fewest columns of a part of a table.")] = MINIMUM_COLUMNS,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of the search.")] = 15.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 2, help="Seed of the search.")] = 0,
     torchrec: Annotated[Path | None, typer.Option(help="Also write TorchRec's ShardingPlan as JSON.")] = None,
     torchrec_module: Annotated[
         str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
     ] = "sparse_arch.embedding_bag_collection",
     as_json: JsonOption = False,
 ) -> None:
-    """Places embedding tables on GPUs so that a training step is short and everything fits."""
+    """Place embedding tables on GPUs so that a training step is short and everything fits."""
     from e2e.sharding.plan import plan_of, plan_record, save_plan, save_torchrec
     from e2e.sharding.plan_report import render_plan
     from e2e.sharding.planner import SearchEffort, find_plan, make_problem
@@ -144,9 +142,9 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
 
 
 def _explanation(planning: Planning) -> dict[str, Any]:
-    from e2e.sharding.plan_report import explain
+    from e2e.sharding.plan_report import explain_plan
 
-    record = asdict(explain(planning))
+    record = asdict(explain_plan(planning))
     record["candidates"] = [
         {
             "generator": each.generator,

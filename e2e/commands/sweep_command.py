@@ -26,10 +26,11 @@ def sweep_command(
     gpu: Annotated[str, typer.Option(help="Machines or clusters, such as h100-sxm,h200-sxm.")],
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, such as 8,64,512.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder for results and captures; a second run adds.")
+        Path, typer.Option("-o", "--output", help="Folder of results and captures; a second run adds to it.")
     ] = Path("sweep"),
     parallel: Annotated[
-        list[str] | None, typer.Option(help="`auto` (default), or a spec as of `predict`; repeatable.")
+        list[str] | None,
+        typer.Option(help="Ways to spread the model: auto (default), or as for `predict`; repeatable."),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -38,59 +39,59 @@ def sweep_command(
         ),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of all replicas in a step: sets the micro-batches.")
+        int | None, typer.Option(min=1, help="Sequences of a step over all replicas: sets the number of micro-batches.")
     ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's maximum, 4096 at most.")
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="One or several of the recipes of `predict`, such as megatron,torchtitan; default: plain."),
+        typer.Option(help="Recipes of `predict`, such as megatron,torchtitan; default: plain."),
     ] = None,
     dtype: Annotated[Dtype | None, predict_command.shared("dtype")] = None,
     attention: Annotated[AttentionForm | None, predict_command.shared("attention")] = None,
     stack: Annotated[str | None, predict_command.shared("stack")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Linear layers in 8 bits by one or several of these recipes, with commas.")
+        str | None, typer.Option(help="Recipes for linear layers in 8 bits, separated by commas.")
     ] = None,
     compiled: Annotated[bool, predict_command.shared("compile")] = False,
     network: Annotated[str | None, predict_command.shared("network")] = None,
     tries: Annotated[
         int,
-        typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best."),
+        typer.Option(min=1, help="Ways of `auto` to predict for each number of GPUs: those that look fastest."),
     ] = 12,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of a whole training run, such as 1T: adds its days (and cost).")
+        str | None, typer.Option(help="Tokens of the whole training run, such as 1T: adds its days (and cost).")
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option(help="Time that the run may take, such as 30d: rows that are late come last.")
+        str | None, typer.Option(help="Time that the run may take, such as 30d; later rows come last.")
     ] = None,
     price: predict_command.PriceOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
-    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run on this Ray cluster: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
     as_json: predict_command.JsonOption = False,
 ) -> None:
-    """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
+    """Predict a model on several GPUs, numbers of GPUs and ways to spread it, and rank them."""
     from costmodel.pages.charts import check_picture
     from e2e.commands.e2e_api import sweep
     from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
-    from e2e.sweeps.sweep_space import counts, names
+    from e2e.sweeps.sweep_space import parse_counts, parse_names
 
     if plot is not None:
         check_picture(plot, "--plot")
     check_outputs({"--plot": plot, "--report": report}, {"--model": model})
     result = sweep(
         model,
-        gpu=names(gpu, "--gpu"),
-        gpus=counts(gpus, "--gpus"),
+        gpu=parse_names(gpu, "--gpu"),
+        gpus=parse_counts(gpus, "--gpus"),
         parallel=parallel or "auto",
         batch_size=batch_size,
         global_batch=global_batch,
         sequence_length=sequence_length,
-        recipe=None if recipe is None else names(recipe, "--recipe"),
+        recipe=None if recipe is None else parse_names(recipe, "--recipe"),
         tries=tries,
         tokens=tokens,
         deadline=deadline,
@@ -98,7 +99,7 @@ def sweep_command(
         dtype=dtype,
         attention=attention,
         stack=stack,
-        precision=None if precision is None else cast("list[Precision]", names(precision, "--precision")),
+        precision=None if precision is None else cast("list[Precision]", parse_names(precision, "--precision")),
         compile=compiled,
         network=network,
         output=output,

@@ -31,12 +31,18 @@ def coverage_of(graph: ExecutionGraph) -> dict[str, float]:
 
 
 def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
-    """Device time in seconds by operator, by limiting resource, and by kind of kernel."""
-    return {
+    """Device time in seconds by operator, by limiting resource, by kind of kernel, and by line of the script if known.
+
+    Backward work counts for the line of its forward operator.
+    """
+    found = {
         "by_operator": device_seconds(rank, lambda task, _: _operator(rank, task)),
         "by_bound": device_seconds(rank, lambda task, duration: duration.bound or task.kind),
         "by_kind": device_seconds(rank, lambda task, _: task_family(task)),
     }
+    if any(call.line for call in rank.calls.values()):
+        found["by_line"] = device_seconds(rank, lambda task, _: _line(rank, task))
+    return found
 
 
 def overheads_of(rank: RankGraph) -> dict[str, float]:
@@ -87,6 +93,11 @@ def _kernels(tasks: Iterable[Task]) -> Iterator[tuple[Task | Kernel, Duration, f
 
 def _operator(rank: RankGraph, task: Task | Kernel) -> str:
     return task.name if task.call is None or task.call not in rank.calls else rank.calls[task.call].name
+
+
+def _line(rank: RankGraph, task: Task | Kernel) -> str:
+    call = None if task.call is None else rank.calls.get(task.call)
+    return call.line if call is not None and call.line else "no line of the program"
 
 
 @dataclass(frozen=True)

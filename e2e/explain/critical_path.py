@@ -20,7 +20,7 @@ import numpy as np
 
 from costmodel.base.errors import SimulationError
 from e2e.price.speed_band import StepErrors
-from e2e.simulate.instructions import describe
+from e2e.simulate.instructions import action_label
 from e2e.simulate.timeline import Edge, Timeline, TimeWindow
 from e2e.step.collective_names import POINT_TO_POINT
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Synchronize, Task
@@ -188,7 +188,7 @@ class _Walk:
 
     def _name(self, node: int, seen_from: RankGraph) -> str:
         rank, item = self._find(node)
-        name = item.name if isinstance(item, Task) else describe(item, rank)
+        name = item.name if isinstance(item, Task) else action_label(item, rank)
         return name if rank is seen_from else f"rank {rank.rank}: {name}"
 
     def _find(self, node: int) -> tuple[RankGraph, Action | Task]:
@@ -222,7 +222,7 @@ def _action_kind(action: Action, rank: RankGraph) -> tuple[SegmentKind, str, int
         case Launch(task):
             return "T4", "T4", rank.tasks[task].call
         case Synchronize(call=call):
-            return "synchronisation", describe(action, rank), call
+            return "synchronisation", action_label(action, rank), call
     raise AssertionError(f"{action!r} takes no time")
 
 

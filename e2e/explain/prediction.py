@@ -146,7 +146,7 @@ class Advice:
         return [*([] if together is None else [together]), *list(found.values())[:BEST]]
 
 
-def ranked(alternatives: Sequence[Alternative]) -> list[Alternative]:
+def sort_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
     """Sort alternatives: helpful ones by gain, then unhelpful ones, those that do not fit, those without prediction."""
     return sorted(
         alternatives, key=lambda each: (not each.helps, each.gain is None, each.fits is False, -(each.gain or 0.0))
@@ -178,7 +178,7 @@ class Prediction:
     gpu_idle_seconds: float
     # Share of the critical path.
     host_bound_fraction: float
-    # Device time `by_operator`, `by_bound` and `by_kind`; host time by kind, T1 to T5.
+    # Device time `by_operator`, `by_bound`, `by_kind` and, for scripts, `by_line`; host time by kind, T1 to T5.
     breakdown: Mapping[str, Mapping[str, float]]
     overheads: Mapping[str, float]
 
@@ -327,7 +327,7 @@ def what_if_row(
     )
 
 
-def compared(
+def with_gain_intervals(
     rows: Sequence[WhatIfRow], ratio: Callable[[int, int], tuple[float, float] | None]
 ) -> tuple[WhatIfRow, ...]:
     """Return ``rows``, unchanged step first, with the intervals of their gains.

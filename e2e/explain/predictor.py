@@ -16,16 +16,16 @@ from e2e.explain.prediction import Prediction, board_of
 from e2e.explain.rank_figures import (
     RankFigures,
     collective_figures,
-    fits,
-    fullest,
+    find_stragglers,
+    fits_memory,
+    fullest_rank,
     memory_verdict,
     rank_figures,
-    stragglers,
 )
 from e2e.explain.utilisation import beyond_the_peak, energy_of, utilisation_of
 from e2e.price.collective_pricing import kernel_loads, load_on, price_collectives
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
-from e2e.price.speed_band import OfOlderLibraries, SpeedBand, StepErrors, slowed, with_speeds
+from e2e.price.speed_band import OfOlderLibraries, SpeedBand, StepErrors, slow_down, with_speeds
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import ExecutionGraph
@@ -71,7 +71,7 @@ def explain(
     phases = phase_seconds(longest, step.timeline, step.iteration)
     activity = step.timeline.activity(longest.rank, step.window)
     coverage = coverage_of(graph)
-    full = fullest(ranks)
+    full = fullest_rank(ranks)
     used = utilisation_of(graph, machine, step.seconds)
     judged = memory_verdict(ranks, room)
     said = _memory_warning(judged, ranks, memory, machine, room)
@@ -97,13 +97,13 @@ def explain(
         critical_path=path_parts(path),
         ranks=ranks,
         collectives=collectives,
-        stragglers=stragglers(collectives),
+        stragglers=find_stragglers(collectives),
         peak_memory_bytes=None if full is None else full.peak_memory_bytes,
         memory_breakdown={} if full is None else full.memory_breakdown or {},
         memory_capacity_bytes=int(machine.memory[-1].capacity_bytes),
         memory_room_bytes=room,
         memory_verdict=judged,
-        fits=fits(judged),
+        fits=fits_memory(judged),
         memory_shortage=said if judged == "does not fit" else None,
         coverage=coverage,
         kernels=sum(rank.kernels for rank in ranks),
@@ -126,7 +126,7 @@ def _memory_warning(
     judged: Verdict, ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, room: int
 ) -> str | None:
     """Return a warning about the fullest rank if it does not fit or may not fit, else ``None``."""
-    full = fullest(ranks)
+    full = fullest_rank(ranks)
     if full is None or judged not in ("does not fit", "may not fit"):
         return None
     share = (full.allocated_bytes or 0) / room if room else float("inf")
@@ -212,7 +212,7 @@ class PredictionResult:
     errors: StepErrors | None = None
 
 
-def predict(
+def predict_graph(
     graph: ExecutionGraph,
     setting: Setting,
     cluster: Cluster,
@@ -236,7 +236,7 @@ def predict(
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
     lost = band.slowdown(gpus) if band is not None and speed_spread is None else 0.0
     priced = priced_graph(graph, setting, cluster, collectives)
-    priced = slowed(priced if altered is None else altered(priced), lost)
+    priced = slow_down(priced if altered is None else altered(priced), lost)
     priced = with_speeds(priced, speed_spread or 0.0)
     steady = _steady(priced)
     step = SimulatedStep(

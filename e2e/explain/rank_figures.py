@@ -184,12 +184,12 @@ def memory_verdict(ranks: Sequence[RankFigures], room: int) -> Verdict:
     return next((each for each in worst if each in found), "fits")
 
 
-def fits(found: Verdict) -> bool | None:
+def fits_memory(found: Verdict) -> bool | None:
     """Convert a verdict to ``fits``; ``None``: too close to the capacity, or unknown for some rank."""
     return _FITS[found]
 
 
-def fullest(ranks: Sequence[RankFigures]) -> RankFigures | None:
+def fullest_rank(ranks: Sequence[RankFigures]) -> RankFigures | None:
     """Return the rank with the largest peak memory, ``None`` if no peak is known."""
     known = [rank for rank in ranks if rank.peak_memory_bytes is not None]
     return max(known, key=lambda rank: rank.peak_memory_bytes or 0, default=None)
@@ -276,7 +276,7 @@ def _figures(
     )
 
 
-def stragglers(figures: Sequence[CollectiveFigures]) -> list[Straggler]:
+def find_stragglers(figures: Sequence[CollectiveFigures]) -> list[Straggler]:
     """Return the ranks that came last in collectives of several ranks of the graph, the most costly first.
 
     Sends and receives are left out: in a pipeline one end always waits for the other.

@@ -23,12 +23,12 @@ from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     UnforeseenCall,
-    dtype_of,
     gpu_inputs,
     gpu_outputs,
     integers,
+    is_on_gpu,
     numel,
-    on_gpu,
+    priced_dtype,
     size_bytes,
 )
 from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE, generated_kernel, is_generated, launches_nothing
@@ -58,12 +58,12 @@ from e2e.step.options import StepOptions
 FIRST_STREAM = 1_000_000
 
 
-def written(call: OperatorCall, kind: str) -> set[int]:
+def written_storages(call: OperatorCall, kind: str) -> set[int]:
     """Return the storages that are complete only when the collective has ended."""
     if kind in ("send", "barrier"):
         return set()
     given = call.inputs[:1] if call.name.startswith(EAGER) and call.inputs else (*call.inputs, *call.outputs)
-    return {tensor.storage for tensor in tensors(given) if on_gpu(tensor)}
+    return {tensor.storage for tensor in tensors(given) if is_on_gpu(tensor)}
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Communicators:
         if isinstance(peer, int):
             source, target = (rank, peer) if kind == "send" else (peer, rank)
             name, ranks = f"{name}: {source} to {target}", (source, target)
-        sent = put_in(call)
+        sent = sent_bytes(call)
         taken = sum(_sizes(call.inputs[:1] if call.name.startswith(EAGER) else call.outputs))
         uneven = kind == "all_to_all" and taken not in (0, sent)
         return Collective(kind, name, ranks, self.writer.next_in(name), sent, taken if uneven else None)
@@ -112,13 +112,13 @@ class Communicators:
         return self._streams.setdefault(key, FIRST_STREAM + len(self._streams))
 
 
-def put_in(call: OperatorCall) -> int:
+def sent_bytes(call: OperatorCall) -> int:
     """Return the input bytes of this rank: its shard of a gather, all data that it scatters or exchanges, or the
     received bytes.
     """
     place = 1 if call.name in OUTPUT_FIRST else 0
     given: tuple[Value, ...] = call.inputs[place : place + 1] if call.name.startswith((EAGER, FUNCTIONAL)) else ()
-    found = [size_bytes(tensor) for tensor in tensors(given) if on_gpu(tensor)]
+    found = [size_bytes(tensor) for tensor in tensors(given) if is_on_gpu(tensor)]
     if call.name == SCATTER and not found:
         group = call.attributes.get("group_size", 1)
         return sum(_sizes(call.inputs)) * (group if isinstance(group, int) else 1)
@@ -126,7 +126,7 @@ def put_in(call: OperatorCall) -> int:
 
 
 def _sizes(values: tuple[Value, ...]) -> list[int]:
-    return [size_bytes(tensor) for tensor in tensors(values) if isinstance(tensor, Tensor) and on_gpu(tensor)]
+    return [size_bytes(tensor) for tensor in tensors(values) if isinstance(tensor, Tensor) and is_on_gpu(tensor)]
 
 
 RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
@@ -176,7 +176,7 @@ class StreamOrder:
         collective = self.communicators.collective(call, kind)
         own = target = self.communicators.stream(call)
         if call.attributes.get("async_op") is False:
-            self.await_storages(written(call, kind), stream)
+            self.await_storages(written_storages(call, kind), stream)
             self._after_the_last(own, stream)
             launch(stream, collective)
             self._last[own] = (self.writer.record_event(stream), stream)
@@ -197,7 +197,7 @@ class StreamOrder:
         work = _number(call, "work")
         if work is not None:
             self.works[work] = done
-        for storage in written(call, kind):
+        for storage in written_storages(call, kind):
             self.pending[storage] = done
 
     def _after_the_last(self, communicator: int, stream: int) -> None:
@@ -355,6 +355,7 @@ class _Builder:
                 list_length(call),
                 gathered.get(call.id, 0),
                 RECOMPUTED in call.attributes,
+                call.line,
             )
             for call in self.trace.calls
         }
@@ -443,7 +444,7 @@ class _Builder:
             largest = max(once, key=numel)
             rest = sum(size_bytes(tensor) for tensor in once) - size_bytes(largest)
             width = max(size_bytes(largest) // max(numel(largest), 1), 1)
-            record = Elementwise(UNKNOWN, numel(largest), 0, 1, rest // width, dtype_of(largest))
+            record = Elementwise(UNKNOWN, numel(largest), 0, 1, rest // width, priced_dtype(largest))
             return [DeviceWork(call.name, (record,))]
         shared = {tensor.storage for tensor in inputs}
         in_place = call.name.endswith("_")
@@ -451,7 +452,7 @@ class _Builder:
             return []
         largest = max(outputs, key=numel)
         read = sum(numel(tensor) for tensor in inputs)
-        record = Elementwise(UNKNOWN, numel(largest), 0, len(outputs), read, dtype_of(largest))
+        record = Elementwise(UNKNOWN, numel(largest), 0, len(outputs), read, priced_dtype(largest))
         return [DeviceWork(call.name, (record,))]
 
     # --- threads and streams -----------------------------------------------------------------
@@ -502,13 +503,13 @@ class _Builder:
 def _storages(call: OperatorCall) -> set[int]:
     found: set[int] = set()
     for values in (call.inputs, call.outputs):
-        found.update(tensor.storage for tensor in tensors(values) if on_gpu(tensor))
+        found.update(tensor.storage for tensor in tensors(values) if is_on_gpu(tensor))
     return found
 
 
 def _touches_gpu(call: OperatorCall) -> bool:
     values = (*call.inputs, *call.outputs)
-    return any(on_gpu(tensor) and _has_elements(tensor) for tensor in tensors(values))
+    return any(is_on_gpu(tensor) and _has_elements(tensor) for tensor in tensors(values))
 
 
 def _is_empty(piece: DeviceWork) -> bool:
@@ -541,7 +542,7 @@ def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
     if options.compile:
-        rank = compile_rank(rank, trace)
+        rank = compile_rank(rank, trace, trace.regions)
     elif trace.compiled:
         warnings.append(_EAGER)
     graph = ExecutionGraph((rank,), source=trace.source)

@@ -15,13 +15,14 @@ from e2e.lowering.families import (
     movement,
     normalizations,
     optimizer_operators,
+    package_kernels,
     products,
     recurrent_networks,
     reductions,
 )
 from e2e.lowering.families.convolutions import POOLING_TABLE
 from e2e.lowering.families.recurrent_networks import LINEAR_ATTENTION_TABLE
-from e2e.lowering.families.work import DeviceWork, Lowering, dtype_of, gpu_inputs, numel
+from e2e.lowering.families.work import DeviceWork, Lowering, gpu_inputs, numel, priced_dtype
 from e2e.step.operator_trace import OperatorCall
 
 TABLE: dict[str, Lowering] = {
@@ -39,6 +40,7 @@ TABLE: dict[str, Lowering] = {
     **library_kernels.MEGATRON_TABLE,
     **library_kernels.STACK_TABLE,
     **library_kernels.EXPERT_TABLE,
+    **package_kernels.TABLE,
     **products.SCALED_TABLE,
     **recurrent_networks.TABLE,
     **LINEAR_ATTENTION_TABLE,
@@ -85,7 +87,7 @@ def generated_kernel(call: OperatorCall) -> list[DeviceWork]:
     rest = sum(numel(tensor) for tensor in read if numel(tensor) != elements)
     outputs = int(numel(written) == elements)
     rest += 0 if outputs else numel(written)
-    return [DeviceWork(call.name, (Elementwise("fused", elements, full, outputs, rest, dtype_of(written)),))]
+    return [DeviceWork(call.name, (Elementwise("fused", elements, full, outputs, rest, priced_dtype(written)),))]
 
 
 ALIASES = (

@@ -20,7 +20,8 @@ Host: generated code launches a fused kernel without PyTorch's dispatcher (only 
 calls library kernels through it; views and enclosing operators cost nothing. The optimizer step is unchanged.
 
 If the parts of a model are compiled separately, nothing is fused across their borders; calls outside all parts are not
-compiled. For a rank of a job such parts lie between its collectives.
+compiled. For a rank of a job such parts lie between its collectives; for a program that runs as it is they are the
+calls that it compiles, in the optimizer too (Muon's), where the step of PyTorch's own optimizers is the fused form.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from costmodel.operators.device_work import (
     Softmax,
 )
 from costmodel.operators.layers import DTYPE_BYTES, Conv2d
-from e2e.lowering.families.work import dtype_of
+from e2e.lowering.families.work import priced_dtype
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.operator_trace import MARKED_GAPS, OperatorCall, OperatorTrace, Tensor, tensors
@@ -115,6 +116,13 @@ def _channels_last(operator: AnyOperator) -> AnyOperator:
 
 
 COMPILED_PHASES = ("forward", "backward")
+
+
+def _compiled_phases(trace: OperatorTrace) -> tuple[str, ...]:
+    """Return the phases that are compiled; a program's own regions may be in its optimizer too."""
+    return COMPILED_PHASES if trace.regions is None else (*COMPILED_PHASES, "optimizer")
+
+
 _FUSIBLE = (Elementwise, Normalization, Softmax)
 _COPIES = ("transpose", "concat", "split")
 _CASTS = ("aten::_to_copy", "aten::to")
@@ -171,20 +179,23 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             work: tuple[Reduction | Elementwise, ...] = (*_statistics(group), _fused(group, used, freed))
             kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
-    return _Rewriter(replace(rank, calls=calls), kernels, parts).rewrite()
+    return _Rewriter(replace(rank, calls=calls), kernels, _compiled_phases(trace), parts).rewrite()
 
 
-def between_collectives(trace: OperatorTrace) -> dict[int, int]:
+def between_collectives(trace: OperatorTrace) -> dict[int, object]:
     """Return call -> compiled part of ``trace``, for a rank of a job.
 
     Dynamo leaves its code for a collective started by a hook (FSDP2), and splits it where a bucket of gradients is full
-    (``DDPOptimizer``), in the backward pass as in the forward pass.
+    (``DDPOptimizer``), in the backward pass as in the forward pass. What a program does not compile has no part.
     """
-    parts: dict[int, int] = {}
+    parts: dict[int, object] = {}
     part = 0
     for call in trace.calls:
         part += kind_of(call.name) is not None
-        parts[call.id] = part
+        if trace.regions is None:
+            parts[call.id] = part
+        elif call.id in trace.regions:
+            parts[call.id] = part, trace.regions[call.id]
     return parts
 
 
@@ -261,6 +272,7 @@ def _nodes(
     for task in rank.tasks:
         if task.call is not None:
             work[task.call].append(task)
+    phases = _compiled_phases(trace)
     versions: dict[int, int] = {}
     producers: dict[tuple[int, int], _Node] = {}
     nodes: list[_Node] = []
@@ -269,18 +281,25 @@ def _nodes(
             continue
         call = replace(traced, phase=rank.calls[traced.id].phase)
         compiled = parts is None or call.id in parts
-        fusible = _is_fusible(call, work[call.id]) and compiled and (chosen is None or call.id in chosen)
+        fusible = (
+            call.phase in phases
+            and _is_fusible(call, work[call.id])
+            and compiled
+            and (chosen is None or call.id in chosen)
+        )
         node = _Node(call, work[call.id], fusible, compiled, part=None if parts is None else parts.get(call.id))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))
             if version in producers:
                 node.level = max(node.level, producers[version].level)
             elements = _distinct(tensor)
-            node.reads[version] = max(node.reads.get(version, (0, dtype_of(tensor))), (elements, dtype_of(tensor)))
+            node.reads[version] = max(
+                node.reads.get(version, (0, priced_dtype(tensor))), (elements, priced_dtype(tensor))
+            )
             node.size = max(node.size, elements)
         for tensor in _on_device(call.outputs):
             versions[tensor.storage] = call.id
-            node.writes[tensor.storage, call.id] = (_distinct(tensor), dtype_of(tensor))
+            node.writes[tensor.storage, call.id] = (_distinct(tensor), priced_dtype(tensor))
             producers[tensor.storage, call.id] = node
             node.size = max(node.size, _distinct(tensor))
         node.level += not node.fusible
@@ -326,8 +345,6 @@ def _generated_pooling(task: Task) -> Task:
 
 
 def _is_fusible(call: OperatorCall, tasks: Iterable[Task]) -> bool:
-    if call.phase not in COMPILED_PHASES:
-        return False
     records = [(task, record) for task in tasks for record in task.operators]
     unrolled = call.phase == "forward"
     return bool(records) and all(
@@ -456,6 +473,7 @@ class _Rewriter:
     rank: RankGraph
     # Task -> launches that replace it; other tasks are launched as before.
     kernels: dict[int, tuple[Task, ...]]
+    phases: tuple[str, ...]
     # Calls that are compiled (None: all).
     parts: Mapping[int, object] | None = None
     tasks: list[Task] = field(default_factory=list)
@@ -504,4 +522,4 @@ class _Rewriter:
     def _is_compiled(self, call: int | None) -> bool:
         if call is None or (self.parts is not None and call not in self.parts):
             return False
-        return self.rank.calls[call].phase in COMPILED_PHASES
+        return self.rank.calls[call].phase in self.phases

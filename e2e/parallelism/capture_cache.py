@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _SEAL_BYTES = 32
 
 
-def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
+def load_or_make(directory: Path | None, key: str, make: Callable[[], T]) -> T:
     """Return the value of ``make``, from ``directory`` if an earlier call with this ``key`` stored it.
 
     ``key`` must cover all dependencies of the value. A file that cannot be read, or that another user made, is
@@ -90,7 +90,7 @@ def _key() -> bytes:
     return found if len(found) == _SEAL_BYTES else made
 
 
-def digest(record: Mapping[str, Any]) -> str:
+def capture_key(record: Mapping[str, Any]) -> str:
     """Return a key of ``record``, this program's files and the captured libraries: any change gives another key."""
     text = json.dumps([record, _program()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -110,7 +110,7 @@ def _back(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(2, TOKENS)[1]
 
 
-def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeat keys or values (batch, kv_heads, tokens, head_dim) for ``heads`` heads."""
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
@@ -224,7 +224,7 @@ def _attend_ring(
     """Compute attention of the rank's queries to the keys of all ranks, block by block."""
     if sliding_window or s_aux is not None or not getattr(module, "is_causal", True):
         raise InputError("cp-form=ring is for causal attention without windows and sinks; use cp-form=gather")
-    keys, values = (repeated(each, query.shape[1]) for each in (key, value))
+    keys, values = (repeat_heads(each, query.shape[1]) for each in (key, value))
     output = RingAttention.apply(query, keys, values, cp, float(dropout))
     return output.transpose(1, 2).contiguous(), None
 

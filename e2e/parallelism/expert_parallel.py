@@ -49,7 +49,7 @@ class Exchange:
         return self.ranks if self.inside is None else max(min(self.inside, self.ranks), 1)
 
 
-def distinct(experts: int, chosen: int, parts: int) -> float:
+def parts_met(experts: int, chosen: int, parts: int) -> float:
     """Return the mean number of ``parts`` equal parts of the experts in which a token that chooses ``chosen`` experts
     has any.
     """
@@ -58,13 +58,13 @@ def distinct(experts: int, chosen: int, parts: int) -> float:
     return parts * (1 - missed)
 
 
-def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
-    """Return the number of :func:`distinct` for a token restricted to its groups."""
+def parts_met_in_groups(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
+    """Return the number of :func:`parts_met` for a token restricted to its groups."""
     allowed, groups = exchange.groups
     if groups == 1 or experts % groups or (parts % groups and groups % parts):
-        return distinct(experts, chosen, parts)
+        return parts_met(experts, chosen, parts)
     if parts % groups == 0:
-        return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
+        return parts_met(experts * allowed // groups, chosen, parts * allowed // groups)
     # A part holds several groups, ``k`` of which the token may choose from.
     own, size = groups // parts, experts // groups
     missed = 0.0
@@ -158,10 +158,10 @@ def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Pr
         rows = _received(exchange, whole, tokens * chosen)
         _wait_for_counts(exchange, selected, whole)
         imbalance = rows / (tokens * chosen)
-        sent = round(tokens * met(exchange, whole, chosen, exchange.ranks))
+        sent = round(tokens * parts_met_in_groups(exchange, whole, chosen, exchange.ranks))
         received = round(sent * imbalance)
         nodes = exchange.ranks // exchange.in_node
-        passed = round(tokens * met(exchange, whole, chosen, nodes))
+        passed = round(tokens * parts_met_in_groups(exchange, whole, chosen, nodes))
         copies = states if nodes == 1 else _SentOn.apply(states, passed, passed, "across")
         group = "all" if nodes == 1 else "inside"
         given = _SentOn.apply(copies, sent, received, group)

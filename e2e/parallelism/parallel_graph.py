@@ -16,14 +16,14 @@ import torch
 from costmodel.base.errors import InputError
 from e2e.capture.models.catalog import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
-from e2e.parallelism.capture_cache import digest, remembered
+from e2e.parallelism.capture_cache import capture_key, load_or_make
 from e2e.parallelism.host_offload import HostSeconds
 from e2e.parallelism.pieces import (
     ATTENTIONS,
     CAPTURED_LAYERS,
     FIRST,
     LAST,
-    Captured,
+    CapturedModel,
     CapturedOptimizer,
     Item,
     LayerCollective,
@@ -36,7 +36,7 @@ from e2e.parallelism.pieces import (
     capture_optimizer,
     find_layers,
 )
-from e2e.parallelism.pipeline import parts_of
+from e2e.parallelism.pipeline import stage_parts
 from e2e.parallelism.rewrites import Condenser, added_in_place, beside_products, gathered_in_8_bits
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
@@ -51,7 +51,7 @@ GATE = "moe::gate"
 _UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
 
 
-def repeats(names: Sequence[str], layers: Any, source: str) -> Repeats:
+def recomputed_parts(names: Sequence[str], layers: Any, source: str) -> Repeats:
     """Return the predicate of the parts ``names`` in ``layers``; raise ``InputError`` for a part, other than attention,
     that no layer has.
 
@@ -107,7 +107,7 @@ class ParallelGraph:
     sequence_length: int = 0
 
 
-def build(
+def build_parallel_graph(
     model: str | Path,
     spec: ParallelSpec,
     step: StepOptions | None = None,
@@ -117,7 +117,7 @@ def build(
     node_gpus: int | None = None,
     host_bandwidth: float | None = None,
 ) -> ParallelGraph:
-    """Build the step of ``model`` with the layout ``spec``, for :func:`e2e.explain.predictor.predict`.
+    """Build the step of ``model`` with the layout ``spec``, for :func:`e2e.explain.predictor.predict_graph`.
 
     ``model``: name of a built-in transformer (``gpt3-xl``) or path of a Hugging Face configuration. Ranks are numbered
     as in Megatron-LM: tensor-parallel neighbours first, then context-parallel ones, replicas and stages, so that
@@ -150,7 +150,7 @@ def build(
 
     node_ranks, samples = _node_ranks(spec, node_gpus), step.batch_size or 1
 
-    def capture() -> tuple[Captured, int, StepOptions, int]:
+    def capture() -> tuple[CapturedModel, int, StepOptions, int]:
         source, layers, options = _source(config, name, spec, step, node_ranks)
         found = capture_model(source, options, stack_of(step.stack).ends_compiled)
         _check_context(found, config, name, spec)
@@ -159,9 +159,9 @@ def build(
     key = (
         ""
         if captures is None
-        else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
+        else capture_key({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
     )
-    captured, layers, options, length = remembered(captures, key, capture)
+    captured, layers, options, length = load_or_make(captures, key, capture)
     stack = stack_of(step.stack)
     host = HostSeconds()
     if spec.offloaded_state and host_bandwidth:
@@ -195,7 +195,7 @@ def build(
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
 
-def _run_by(captured: Captured, stack: Stack, spec: ParallelSpec) -> Captured:
+def _run_by(captured: CapturedModel, stack: Stack, spec: ParallelSpec) -> CapturedModel:
     """Return ``captured`` with the recomputation and gradient accumulation of ``stack``."""
     pieces = captured.pieces
     if not stack.stops_early:
@@ -220,7 +220,7 @@ def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch
 
 
-def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
+def count_kernels(captured: CapturedModel, spec: ParallelSpec, layers: int) -> int:
     """Count the kernels in the passes of all stages, without communication and optimizer."""
     pieces = captured.pieces
     again = pieces.again(spec.recompute)
@@ -237,7 +237,7 @@ def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
 
 
 def assemble(
-    captured: Captured,
+    captured: CapturedModel,
     spec: ParallelSpec,
     layers: int,
     batch_size: int,
@@ -283,7 +283,7 @@ def assemble(
 class _Optimizers:
     """Optimizers of the stages; stages with the same parameters share one capture."""
 
-    captured: Captured
+    captured: CapturedModel
     spec: ParallelSpec
     optimizer: CapturedOptimizer
     options: StepOptions
@@ -305,9 +305,9 @@ class _Optimizers:
 
 
 def _plan(
-    captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, optimizers: _Optimizers
+    captured: CapturedModel, spec: ParallelSpec, counts: Sequence[int], stage: int, optimizers: _Optimizers
 ) -> StagePlan:
-    chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
+    chunks = tuple(part_names(counts, part) for part in stage_parts(spec, stage))
     layers = sum(counts)
     element = captured.dtype.itemsize
     shapes = dict(captured.shapes)
@@ -474,7 +474,7 @@ def _source(
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
     forward = transformer.forward_call(model, samples, length, not step.inference, name, advice)
     shape = (samples, length, model.config.hidden_size)
-    again = repeats(spec.recompute_modules.split("+"), found, name)
+    again = recomputed_parts(spec.recompute_modules.split("+"), found, name)
     return ModelSource(name, model, found, forward, shape, again, max(dense, 1)), layers, options
 
 
@@ -492,7 +492,7 @@ def _leading_dense(config: Any, layers: int, name: str) -> int:
     return dense
 
 
-def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
+def _check_context(captured: CapturedModel, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
     """Raise ``InputError`` if attention was not split, since it does not use the library's table of attention
     functions.
     """

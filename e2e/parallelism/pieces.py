@@ -159,15 +159,15 @@ class _Unit:
     inner: tuple[OperatorCall, ...] = ()
 
 
-def parts_of(trace: OperatorTrace, layers_path: str) -> dict[int, Key]:
-    """Return call -> its pass, direction and part of the model; see :func:`cut`."""
+def call_parts(trace: OperatorTrace, layers_path: str) -> dict[int, Key]:
+    """Return call -> its pass, direction and part of the model; see :func:`cut_trace`."""
     inner = _inner_calls(trace)
     outermost = [_Unit(call, ()) for call in trace.calls if call.parent is None]
     keys = _assigned(outermost, _layer_pattern(layers_path))
     return {call.id: key for key, unit in keys for call in inner[unit.call.id]}
 
 
-def cut(
+def cut_trace(
     trace: OperatorTrace,
     graph: RankGraph,
     layers_path: str,
@@ -214,7 +214,7 @@ def cut(
             ]
             repeated.update(call.id for unit in inside for call in unit.inner)
             core[name] = _part(inside)
-    places: dict[int, PartKey] = dict(parts_of(trace, layers_path))
+    places: dict[int, PartKey] = dict(call_parts(trace, layers_path))
     memory = memory_of_parts(trace, places, repeated, saved, never_made or ())
     return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed, memory=memory)
 
@@ -364,7 +364,7 @@ CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedModel:
     """Captured model."""
 
     pieces: Pieces
@@ -399,7 +399,7 @@ def capture_model(
     source: ModelSource,
     options: StepOptions,
     ends_compiled: bool = True,
-) -> Captured:
+) -> CapturedModel:
     """Capture two passes over ``source``, split into parts.
 
     Each layer is compiled if ``options`` request it and, with ``ends_compiled``, also the parts before and after the
@@ -420,18 +420,18 @@ def capture_model(
     unneeded: set[int] | None = None
     if options.compile:
         parts = {
-            call: part for call, part in parts_of(trace, path).items() if ends_compiled or isinstance(part[2], int)
+            call: part for call, part in call_parts(trace, path).items() if ends_compiled or isinstance(part[2], int)
         }
         unneeded = fused_storages(graph, trace, parts)
         graph = compile_rank(graph, trace, parts)
-    pieces = replace(cut(trace, graph, path, source.repeats, unneeded), leading=source.leading)
+    pieces = replace(cut_trace(trace, graph, path, source.repeats, unneeded), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
     trained = None
     if not all(parameter.requires_grad for parameter in module.parameters()):
         trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no shared gradients
-    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained)
+    return CapturedModel(pieces, shapes, tied, dtype, boundary.nbytes, trained)
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:

@@ -67,7 +67,7 @@ def in_flight(spec: ParallelSpec, stage: int) -> int:
     return min(warm_up(spec, stage) + 1, spec.micro_batches * spec.virtual_stages)
 
 
-def parts_of(spec: ParallelSpec, stage: int) -> tuple[int, ...]:
+def stage_parts(spec: ParallelSpec, stage: int) -> tuple[int, ...]:
     """Return the parts of the model on ``stage``, by chunk."""
     return tuple(part_of(spec, stage, chunk) for chunk in range(spec.virtual_stages))
 

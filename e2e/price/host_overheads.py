@@ -154,7 +154,7 @@ class OverheadTable:
 
     def family(self, kind: OverheadPart, name: str) -> Mean:
         """Return the mean for an operator without samples."""
-        return self.families[kind].get(family_of(name), self.defaults[kind])
+        return self.families[kind].get(overhead_family(name), self.defaults[kind])
 
     def count(self, kind: OverheadPart, name: str) -> int:
         """Return the number of samples of the operator's own mean; 0 if it falls back."""
@@ -166,7 +166,7 @@ class OverheadTable:
         return self.inflation.without(mean) if self.inflation else mean.seconds
 
 
-def family_of(name: str) -> str:
+def overhead_family(name: str) -> str:
     """Return the family of an operator name.
 
     ``aten`` for ``aten::add``; ``autograd::engine::evaluate_function`` for autograd nodes; ``backward`` for their work.
@@ -246,7 +246,7 @@ def fit_table(
     return complete_table(name, means, tuple(sources), inflation)
 
 
-def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
+def merge_tables(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
     """Merge tables into one: an operator's mean is over the samples of all of them."""
     means: dict[OverheadPart, dict[str, Mean]] = {}
     for kind in KINDS:
@@ -278,7 +278,7 @@ def complete_table(
             raise InputError(f"{name}: no sample of {kind} in the profiles; record at least one whole training step")
         members: dict[str, list[Mean]] = defaultdict(list)
         for operator, mean in entries.items():
-            members[family_of(operator)].append(mean)
+            members[overhead_family(operator)].append(mean)
         families[kind] = {family: Mean.of(found) for family, found in sorted(members.items())}
         usual = [mean for operator, mean in entries.items() if operator not in MARKED_GAPS]
         defaults[kind] = Mean.of(usual or list(entries.values()))
@@ -445,7 +445,7 @@ def is_table(path: Path) -> bool:
         return True
 
 
-def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
+def foreign_host_note(table: HostOverheads, *, grace: bool = False) -> str:
     """Return a note that names the host used instead of the user's; empty for a table of the user's own host.
 
     ``grace``: the GPU is sold with a Grace CPU, for which no overheads have been published.

@@ -113,7 +113,7 @@ def operator_prices(ranks: Sequence[Mapping[AnyOperator, int]], cost_model: Cost
     ]
 
 
-def total(parts: Sequence[Estimate | Duration]) -> Duration:
+def sum_durations(parts: Sequence[Estimate | Duration]) -> Duration:
     """Sum durations of ``parts`` (one or more) in sequence: bound of the longest part, source of the least certain
     part.
     """
@@ -218,7 +218,7 @@ def _priced_tasks(tasks: Iterable[Task], prices: Prices) -> Iterator[Task]:
             if id(task.kernels) not in runs:
                 durations = [duration_of(each, prices) for each in task.kernels]
                 kernels = tuple(replace(each, duration=d) for each, d in zip(task.kernels, durations, strict=True))
-                runs[id(task.kernels)] = kernels, total(durations)
+                runs[id(task.kernels)] = kernels, sum_durations(durations)
             kernels, duration = runs[id(task.kernels)]
             yield replace(task, kernels=kernels, duration=duration)
         else:
@@ -236,7 +236,7 @@ class Priceable(Protocol):
 
 def duration_of(kernel: Priceable, prices: Prices) -> Duration:
     """Return the price of a kernel of one or more operators."""
-    return total([prices[operator] for operator in kernel.operators])
+    return sum_durations([prices[operator] for operator in kernel.operators])
 
 
 def fitted(seconds: float) -> Duration:

@@ -220,7 +220,7 @@ def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | N
     return None if band is None else band.meant_for(machine, older_libraries=older_libraries)
 
 
-def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
+def slow_down(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
     """Return the priced ``graph`` with kernels ``1 + slowdown`` times as long; transfers and host work are
     unchanged.
     """

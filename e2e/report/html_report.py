@@ -74,10 +74,10 @@ _GIB = 2.0**30
 
 def write_report(result: PredictionResult, path: Path) -> None:
     """Write the page; raises ``OutputError`` if it cannot be written."""
-    write_page(path, page(result))
+    write_page(path, render_page(result))
 
 
-def page(result: PredictionResult) -> str:
+def render_page(result: PredictionResult) -> str:
     """Return the HTML text."""
     prediction = result.prediction
     longest = prediction.longest_computing.rank
@@ -91,8 +91,8 @@ def page(result: PredictionResult) -> str:
         tables=tables,
         prediction=prediction,
         title=tables.title(prediction),
-        heading=_joined([*tables.heading(prediction), *tables.speeds(prediction)]),
-        figures=_joined(tables.figures(prediction)),
+        heading=_joined([*tables.option_lines(prediction), *tables.speed_lines(prediction)]),
+        figures=_joined(tables.figure_lines(prediction)),
         distinct=len(prediction.ranks),
         longest=longest,
         colours={kind: colour for kind, (_, colour) in KINDS.items()},
@@ -132,7 +132,7 @@ def _operators(rank: RankGraph, result: PredictionResult, several: bool) -> list
     whole = sum(row.device_seconds for row in rows) or 1.0
     return [
         (
-            tables.short_name(row.name),
+            tables.short_kernel_name(row.name),
             f"{row.launches:,}",
             f"{row.device_seconds * 1e3:.3f}",
             f"{row.device_seconds / whole:.1%}",
@@ -206,7 +206,7 @@ def _lane(spans: Iterable[tuple[str, float, float]]) -> Lane:
     return {kind: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for kind, pairs in found.items()}
 
 
-def covered(begins: Floats, ends: Floats, edges: Floats) -> Floats:
+def covered_share(begins: Floats, ends: Floats, edges: Floats) -> Floats:
     """Share of each interval between ``edges`` that pieces, which do not overlap, cover."""
     order = np.argsort(begins, kind="stable")
     corners = np.column_stack((begins[order], ends[order])).ravel()
@@ -225,7 +225,7 @@ def _timeline(result: PredictionResult, lanes: Sequence[tuple[str, Lane]]) -> st
         shares = np.zeros((len(kinds), _COLUMNS))
         for kind, (begins, ends) in lane.items():
             if len(begins):
-                shares[kinds.index(kind)] = covered(begins, ends, edges)
+                shares[kinds.index(kind)] = covered_share(begins, ends, edges)
         strip[:_LANE, :, :3] = colours[shares.argmax(axis=0)]
         strip[:_LANE, :, 3] = np.where(shares.any(axis=0), 255 * shares.sum(axis=0).clip(0.2, 1.0), 0)
 
@@ -298,11 +298,11 @@ def memory_course(result: PredictionResult, number: int) -> tuple[Floats, Floats
     begin = next((time for time in known if time > -np.inf), 0.0)
     times = np.maximum.accumulate(np.maximum(known, begin))
     levels = np.array([moment.levels for moment in usage.course], dtype=float)
-    shown = worth_showing(times, levels.sum(axis=1))
+    shown = shown_points(times, levels.sum(axis=1))
     return (times[shown], levels[shown]) if len(shown) > 1 else None
 
 
-def worth_showing(times: Floats, totals: Floats) -> Any:
+def shown_points(times: Floats, totals: Floats) -> Any:
     """Indices without an idle beginning (a host that is ahead may wait there for a whole step), thinned.
 
     The fullest moment of each short interval is kept.

@@ -44,7 +44,7 @@ _MOST_LETTERS = 72
 _NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous namespace\)::|<unnamed>::")
 
 
-def short_name(name: str) -> str:
+def short_kernel_name(name: str) -> str:
     """Shorten ``name`` to one line of a table: the beginning of C++ templates, without namespaces.
 
     JSON has all of it.
@@ -62,7 +62,7 @@ def title(prediction: Prediction) -> str:
     return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
 
 
-def phases(prediction: Prediction) -> Mapping[str, float]:
+def phase_rows(prediction: Prediction) -> Mapping[str, float]:
     """Seconds of each phase; ``other`` only if it is not zero."""
     known = {
         "forward": prediction.forward_seconds,
@@ -72,7 +72,7 @@ def phases(prediction: Prediction) -> Mapping[str, float]:
     return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
 
 
-def launches(prediction: Prediction) -> str:
+def launches_text(prediction: Prediction) -> str:
     """Format the numbers of launches and of operator calls, per rank if there are several."""
     several = len(prediction.ranks) > 1
     kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
@@ -104,7 +104,7 @@ def number_text(value: float, digits: int = 4) -> str:
     return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
-def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def option_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yield lines of given options, defaults, and board."""
     given = [_option(each) for each in prediction.asked if each.given]
     defaults = [_option(each) for each in prediction.asked if not each.given]
@@ -121,7 +121,7 @@ def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
         )
 
 
-def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def speed_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yield lines of throughput, utilisation, energy and cost, as far as known."""
     rate = prediction.throughput
     if rate is not None:
@@ -146,7 +146,7 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield from _energy_and_cost(prediction)
 
 
-def figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def figure_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yield lines of the mean rank, phases, GPU, launches, memory, host time and sources of prices.
 
     Phases and GPU times are those of the only rank, or of the one that computes longest.
@@ -166,14 +166,14 @@ def figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         )
     longest = prediction.longest_computing.rank
     which = f" (rank {longest}, the one that computes longest)" if several else ""
-    parts = ", ".join(f"{name} {milliseconds(value)}" for name, value in phases(prediction).items() if value > 0)
+    parts = ", ".join(f"{name} {milliseconds(value)}" for name, value in phase_rows(prediction).items() if value > 0)
     yield "phases", f"{parts}{which}"
     yield (
         "GPU",
         f"active {milliseconds(prediction.gpu_active_seconds)}, idle {milliseconds(prediction.gpu_idle_seconds)}"
         f"{which}; {prediction.host_bound_fraction:.0%} of the critical path is on the host",
     )
-    yield "launches", launches(prediction)
+    yield "launches", launches_text(prediction)
     yield from _memory(prediction)
     yield "host", ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
     if prediction.overheads:
@@ -302,7 +302,7 @@ def _other(each: Alternative, now_fits: bool | None) -> str:
 def share_rows(parts: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """Return name, milliseconds and share of every part."""
     whole = sum(parts.values()) or 1.0
-    return [(short_name(name), f"{value * 1e3:.3f}", f"{value / whole:.1%}") for name, value in parts.items()]
+    return [(short_kernel_name(name), f"{value * 1e3:.3f}", f"{value / whole:.1%}") for name, value in parts.items()]
 
 
 def path_rows(prediction: Prediction) -> list[tuple[str, ...]]:
@@ -311,10 +311,10 @@ def path_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     return [
         (
             part.kind,
-            short_name(part.name),
+            short_kernel_name(part.name),
             f"{part.seconds * 1e3:.3f}",
             f"{part.seconds / whole:.1%}",
-            short_name(part.waits_for),
+            short_kernel_name(part.waits_for),
         )
         for part in prediction.critical_path
     ]

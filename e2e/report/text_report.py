@@ -22,16 +22,16 @@ from e2e.report.tables import (
     advice_remarks,
     advice_rows,
     collective_rows,
-    figures,
-    heading,
+    figure_lines,
     milliseconds,
     next_hint,
+    option_lines,
     path_rows,
     range_meaning,
     range_rows,
     rank_rows,
     share_rows,
-    speeds,
+    speed_lines,
     title,
     what_if_cells,
     what_if_remarks,
@@ -67,16 +67,18 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     low, high = prediction.interval_seconds
     interval = f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
     out.print(title(prediction), soft_wrap=True, markup=False)
-    _lines(out, heading(prediction))
+    _lines(out, option_lines(prediction))
     _lines(out, [("step", f"{milliseconds(prediction.iteration_seconds)}  {interval}")])
-    _lines(out, speeds(prediction))
-    _lines(out, figures(prediction))
+    _lines(out, speed_lines(prediction))
+    _lines(out, figure_lines(prediction))
     _advice(out, prediction)
     if prediction.ranges:
         _listed(out, RANGE_HEAD, range_rows(prediction.ranges))
         out.print(range_meaning(prediction), soft_wrap=True)
-    for kind in ("operator", "bound"):
-        _table(out, (f"device time by {kind}", "ms", "share"), share_rows(prediction.breakdown[f"by_{kind}"])[:ROWS])
+    for kind in ("operator", "line", "bound"):
+        if f"by_{kind}" in prediction.breakdown:
+            rows = share_rows(prediction.breakdown[f"by_{kind}"])[:ROWS]
+            _table(out, (f"device time by {kind}", "ms", "share"), rows)
     if several:
         _table(out, ("critical path across ranks", "ms", "share"), share_rows(prediction.attribution)[:ROWS])
     _table(out, PATH_HEAD, path_rows(prediction)[:ROWS])

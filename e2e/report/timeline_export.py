@@ -24,7 +24,7 @@ from costmodel.base.errors import OutputError
 from costmodel.base.output_files import whole_file
 from costmodel.operators.any_operator import AnyOperator
 from e2e.explain.critical_path import CriticalPath
-from e2e.simulate.instructions import describe
+from e2e.simulate.instructions import action_label
 from e2e.simulate.timeline import RankLayout, Timeline
 from e2e.step.execution_graph import (
     Action,
@@ -105,7 +105,7 @@ def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
         yield {"ph": "X", **common, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": told}
 
 
-def described(operator: AnyOperator) -> str:
+def operator_text(operator: AnyOperator) -> str:
     """Format an operator record with its non-default fields: ``Gemm(m=64, n=16, k=32)``."""
     shown = []
     for each in fields(operator):
@@ -187,7 +187,7 @@ class _RankWriter:
     def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int) -> Iterator[Event]:
         """Yield slices around neighbouring ``nodes``; ``chains``: enclosing spans of each node."""
         times = [(self._start[node], self._end[node]) for node in nodes]
-        for outer, begin, end in enclosed(chains, times):
+        for outer, begin, end in shared_spans(chains, times):
             info = None if outer.call is None else self._rank.calls[outer.call]
             told = {} if info is None else {"phase": info.phase, "module": info.module}
             category = "around" if outer.entry is None else "range"
@@ -238,7 +238,7 @@ class _RankWriter:
         if task.duration is not None:
             arguments |= {"bound": task.duration.bound, "source": task.duration.source}
         if task.operators:
-            arguments["computes"] = "; ".join(map(described, task.operators))[:_MOST_TEXT]
+            arguments["computes"] = "; ".join(map(operator_text, task.operators))[:_MOST_TEXT]
         if task.call is not None and task.call in self._rank.calls:
             call = self._rank.calls[task.call]
             arguments |= {"operator": call.name, "phase": call.phase, "module": call.module}
@@ -251,7 +251,7 @@ class _RankWriter:
         if isinstance(action, HostWork):
             call = self._rank.calls.get(action.call) if action.call is not None else None
             return (action.kind if call is None else call.name), action.kind
-        return describe(action, self._rank), "T4" if isinstance(action, Launch) else "synchronisation"
+        return action_label(action, self._rank), "T4" if isinstance(action, Launch) else "synchronisation"
 
     def _slice(self, name: str, category: str, track: int, start: int, end: int, arguments: Event) -> Event:
         return {"ph": "X", "dur": (end - start) / 1e3, "args": arguments, **self._common(name, category, track, start)}
@@ -283,7 +283,7 @@ class Around:
 Chain = tuple[Around, ...]
 
 
-def enclosed(chains: Sequence[Chain], times: Sequence[tuple[float, float]]) -> list[tuple[Around, float, float]]:
+def shared_spans(chains: Sequence[Chain], times: Sequence[tuple[float, float]]) -> list[tuple[Around, float, float]]:
     """Return spans shared by neighbours with begin and end, the outer one first if two begin together.
 
     ``chains``: enclosing spans of each neighbour, the outermost first; ``times``: its begin and end.

@@ -50,7 +50,7 @@ class Explanation:
     waiting: tuple[float, ...]
 
 
-def explain(planning: Planning) -> Explanation:
+def explain_plan(planning: Planning) -> Explanation:
     """Explain the best plan."""
     state, seconds = planning.best.state, planning.best.simulated
     options = planning.problem.costs.options
@@ -126,7 +126,7 @@ GIB = 2**30
 def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Console | None = None) -> None:
     """Print the step, the ranks, the bottlenecks, and the gain over the greedy plans."""
     out = console or plain_console()
-    found = explain(planning)
+    found = explain_plan(planning)
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.items())
     out.print(f"{len(plan.tables)} tables on {plan.gpus} x {plan.machine}, {plan.batch_size} samples per GPU")
     out.print(f"placed      {kinds} (by {plan.generator}); written to {path}")

@@ -21,7 +21,7 @@ from costmodel.cost_model import CostModel
 from e2e.sharding.linear_program import Relaxation, relax
 from e2e.sharding.local_search import construct, descend, greedy_plans, iterate
 from e2e.sharding.placement import MOST_GPUS, enumerate_options
-from e2e.sharding.scenarios import Aim, Scenarios, ScenarioState, draw, search, uncertain
+from e2e.sharding.scenarios import Aim, Scenarios, ScenarioState, draw_scenarios, has_intervals, search_plans
 from e2e.sharding.step_graph import planned_graph
 from e2e.sharding.step_model import Problem, State
 from e2e.sharding.task import MEMORY, ShardingTask, TransferTimes, option_costs
@@ -192,7 +192,7 @@ def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
     """Return the best plan found; if nothing fits, raises ``InputError`` with the shortage."""
     effort = effort or SearchEffort()
     begin = time.monotonic()
-    cautious = effort.cautious and problem.ranks > 1 and uncertain(problem)
+    cautious = effort.cautious and problem.ranks > 1 and has_intervals(problem)
     greedy = greedy_plans(problem, effort.seed)
     found = {name: state for name, state in greedy.items() if state is not None}
     relaxation = _relaxation(problem, found)
@@ -206,7 +206,7 @@ def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
         plans |= _rebuilt("rebuilt", 1, plans, found, effort, ends[1] if cautious else ends[2])
     if cautious:
         plans |= _rebuilt("scenarios", DRAWS if few else DRAWS_OF_MANY, plans, found, effort, ends[2])
-    scenarios = draw(problem, DRAWS_OF_CHOICE if cautious else 1, effort.seed + 1)
+    scenarios = draw_scenarios(problem, DRAWS_OF_CHOICE if cautious else 1, effort.seed + 1)
     candidates = [_candidate(name, state, scenarios) for name, state in plans.items()]
     by_greedy = {name: None if state is None else _candidate(name, state, scenarios) for name, state in greedy.items()}
     every = [*candidates, *(candidate for candidate in by_greedy.values() if candidate is not None)]
@@ -258,14 +258,14 @@ def _rebuilt(
 
     The plan is to be fast under model errors, and nearly as fast as the best by nominal times.
     """
-    scenarios = draw(next(iter(plans.values())).problem, draws, effort.seed)
+    scenarios = draw_scenarios(next(iter(plans.values())).problem, draws, effort.seed)
     simple = [ScenarioState(state, scenarios).seconds() for state in greedy.values()]
     times = {name: ScenarioState(state, scenarios).seconds() for name, state in plans.items()}
     fastest = min(times.values(), key=lambda seconds: float(seconds[0]))
     limit = min([float(fastest[0]) * (1 + PREMIUM), *(float(seconds[0]) for seconds in simple)])
     aim = Aim(_rivals(simple or [fastest]), limit)
     start = plans[min(times, key=lambda name: float(aim.of(times[name])))]
-    found = search(start, scenarios, aim, effort.rebuilds, deadline, effort.seed)
+    found = search_plans(start, scenarios, aim, effort.rebuilds, deadline, effort.seed)
     return {name: found} if found.fits() else {}
 
 

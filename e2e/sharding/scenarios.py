@@ -49,12 +49,12 @@ class Scenarios:
     transfers: Mapping[str, Floats]
 
 
-def uncertain(problem: Problem) -> bool:
+def has_intervals(problem: Problem) -> bool:
     """True if the models give any interval at all."""
     return bool(problem.costs.half_width.max(initial=0.0) > 0 or max(problem.times.half_width.values()) > 0)
 
 
-def draw(problem: Problem, draws: int, seed: int) -> Scenarios:
+def draw_scenarios(problem: Problem, draws: int, seed: int) -> Scenarios:
     """Draw ``draws`` scenarios (an odd number: the nominal one, and antithetic pairs) of lognormal factors.
 
     There are factors for each table and direction, each way to cut it, and each kind of collective.
@@ -253,7 +253,7 @@ class Aim:
         return np.asarray(missing + _PENALTY * np.maximum(seconds[..., 0] / self.limit - 1.0, 0.0))
 
 
-def search(state: State, scenarios: Scenarios, aim: Aim, rounds: int, deadline: float, seed: int) -> State:
+def search_plans(state: State, scenarios: Scenarios, aim: Aim, rounds: int, deadline: float, seed: int) -> State:
     """Return the best plan found from ``state`` in ``rounds`` or until ``deadline`` of :func:`time.monotonic`."""
     generator = np.random.default_rng(seed)
     work = _Search(ScenarioState(state, scenarios), aim, deadline)

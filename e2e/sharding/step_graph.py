@@ -235,7 +235,7 @@ def planned_graph(state: State, exact: bool = True) -> ExecutionGraph:
     for rank in range(problem.ranks):
         lookups = PricedLookups(_lookup_seconds(state, rank, exact))
         program = ShardedRank(rank, problem.ranks)
-        emit_step(program, state, lookups, dense, transfer_seconds(state))
+        emit_step(program, state, lookups, dense, transfers_by_name(state))
         ranks.append(program.graph())
     return ExecutionGraph(tuple(ranks), source="sharded step")
 
@@ -269,7 +269,7 @@ def _lookup_seconds(state: State, rank: int, exact: bool) -> dict[tuple[str, boo
     return seconds
 
 
-def transfer_seconds(state: State) -> dict[str, float]:
+def transfers_by_name(state: State) -> dict[str, float]:
     """Map the names of transfers to seconds, for the whole group."""
     model, peak = state.problem.model, state.loads.max(axis=0)
     move, totals, ranks = model.times.of, state.totals, state.problem.ranks

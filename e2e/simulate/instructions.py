@@ -39,7 +39,7 @@ Instruction = tuple[int, float, int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadProgram:
+class CompiledThread:
     """Instructions of one host thread."""
 
     name: str
@@ -49,11 +49,11 @@ class ThreadProgram:
 
 
 @dataclass(frozen=True)
-class RankProgram:
+class CompiledRank:
     """Program of one rank."""
 
     rank: int
-    threads: tuple[ThreadProgram, ...]
+    threads: tuple[CompiledThread, ...]
     actions: int
     # Slot -> stream number in the graph.
     streams: tuple[int, ...]
@@ -85,24 +85,24 @@ class RankProgram:
         return self.actions + self.tasks
 
 
-def compile_graph(graph: ExecutionGraph) -> tuple[RankProgram, ...]:
+def compile_graph(graph: ExecutionGraph) -> tuple[CompiledRank, ...]:
     """Compile one program per rank, in the graph's order; raise :class:`SimulationError` for work without a price."""
     if not graph.ranks:
-        raise SimulationError(f"{where(graph)}the graph has no ranks; capture or read at least one")
+        raise SimulationError(f"{error_prefix(graph)}the graph has no ranks; capture or read at least one")
     repeated = [rank for rank, count in Counter(entry.rank for entry in graph.ranks).items() if count > 1]
     if repeated:
-        raise SimulationError(f"{where(graph)}rank {repeated[0]} appears twice; give every rank its own number")
+        raise SimulationError(f"{error_prefix(graph)}rank {repeated[0]} appears twice; give every rank its own number")
     present = {entry.rank for entry in graph.ranks}
     for rank, count in graph.multiplicity.items():
         if rank not in present or count < 1:
             raise SimulationError(
-                f"{where(graph)}multiplicity {count} of rank {rank} fits no rank of the graph; "
+                f"{error_prefix(graph)}multiplicity {count} of rank {rank} fits no rank of the graph; "
                 "name a rank that is in it, and 1 or more"
             )
     return tuple(_Compiler(graph, entry).compile() for entry in graph.ranks)
 
 
-def where(graph: ExecutionGraph) -> str:
+def error_prefix(graph: ExecutionGraph) -> str:
     """Prefix of error messages: the graph's source, if it has one."""
     return f"{graph.source}: " if graph.source else ""
 
@@ -130,13 +130,13 @@ class _Compiler:
         self._loads = _loads(rank.tasks)
         self._launches = [0] * len(rank.tasks)
 
-    def compile(self) -> RankProgram:
-        threads: list[ThreadProgram] = []
+    def compile(self) -> CompiledRank:
+        threads: list[CompiledThread] = []
         first = 0
         for name, actions in self._rank.threads.items():
-            threads.append(ThreadProgram(name, first, self._thread(name, first, actions)))
+            threads.append(CompiledThread(name, first, self._thread(name, first, actions)))
             first += len(actions)
-        return RankProgram(
+        return CompiledRank(
             rank=self._rank.rank,
             threads=tuple(threads),
             actions=first,
@@ -165,7 +165,7 @@ class _Compiler:
                 duration: Duration | None = action.duration  # type: ignore[union-attr]
                 if duration is None or not 0.0 <= duration.seconds < inf:
                     raise self._unpriced(
-                        f"thread {name!r}, action {place - first} ({describe(action, self._rank)})", duration
+                        f"thread {name!r}, action {place - first} ({action_label(action, self._rank)})", duration
                     )
                 if kind is HostWork:
                     append((HOST, duration.seconds, NO_SLOT, NO_SLOT, 0.0))
@@ -219,7 +219,7 @@ class _Compiler:
 
     @property
     def _prefix(self) -> str:
-        return f"{where(self._graph)}rank {self._rank.rank}, "
+        return f"{error_prefix(self._graph)}rank {self._rank.rank}, "
 
 
 def _loads(tasks: Sequence[Task]) -> dict[int, GpuLoad]:
@@ -229,7 +229,7 @@ def _loads(tasks: Sequence[Task]) -> dict[int, GpuLoad]:
     return loads if 0 < of_collectives < len(loads) else {}
 
 
-def describe(action: Action, rank: RankGraph) -> str:
+def action_label(action: Action, rank: RankGraph) -> str:
     """Short label of ``action`` for messages: overhead type or call, and its operator or task."""
     match action:
         case HostWork(kind, call):

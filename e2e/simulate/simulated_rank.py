@@ -21,7 +21,7 @@ from enum import Enum, auto
 from math import inf, nextafter
 from typing import Any
 
-from e2e.simulate.instructions import HOST, LAUNCH, SHARED, Instruction, RankProgram, ThreadProgram
+from e2e.simulate.instructions import HOST, LAUNCH, SHARED, CompiledRank, CompiledThread, Instruction
 
 LAUNCHED = -1
 
@@ -205,7 +205,7 @@ class Status(Enum):
 class Thread:
     """One host thread, from ``start`` seconds on."""
 
-    def __init__(self, program: ThreadProgram, index: int, start: float) -> None:
+    def __init__(self, program: CompiledThread, index: int, start: float) -> None:
         self.program = program
         self.index = index
         self.iteration = 0
@@ -252,7 +252,7 @@ class HostThreads:
     (mostly collectives); ``held`` is the thread that only another thread's unfinished wait keeps from going on.
     """
 
-    def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:
+    def __init__(self, program: CompiledRank, iterations: int, start: float = 0.0) -> None:
         self.program = program
         self.iterations = iterations
         self.streams = Streams(len(program.streams), program.tasks * iterations)

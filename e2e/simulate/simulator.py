@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.instructions import compile_graph, describe, where
+from e2e.simulate.instructions import action_label, compile_graph, error_prefix
 from e2e.simulate.link_sharing import LinkSharing, LinkTransfer
 from e2e.simulate.simulated_rank import HostThreads
 from e2e.simulate.timeline import Timeline, build_timeline
@@ -190,7 +190,7 @@ def check_ended(graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous:
     if rendezvous.open:
         raise SimulationError(_Deadlock(graph, hosts, rendezvous).unmet())
     for host, rank in zip(hosts, graph.ranks, strict=True):
-        prefix = f"{where(graph)}rank {rank.rank}"
+        prefix = f"{error_prefix(graph)}rank {rank.rank}"
         blocked = host.blocked()
         if blocked is not None:
             stream, event, recorded = blocked
@@ -226,8 +226,8 @@ def check_folded_pairs(graph: ExecutionGraph) -> None:
             alone, collective = example[size, 1 if surplus > 0 else -1]
             other = next(each for each in collective.ranks if each != alone)
             raise SimulationError(
-                f"{where(graph)}{describe_collective(collective)}: rank {alone} has no partner: rank {other} is not in "
-                "the graph, and no rank of the graph does the opposite with one that is not; name the rank that "
+                f"{error_prefix(graph)}{describe_collective(collective)}: rank {alone} has no partner: rank {other} is "
+                "not in the graph, and no rank of the graph does the opposite with one that is not; name the rank that "
                 "stands for it, or add it"
             )
 
@@ -252,8 +252,8 @@ class _Deadlock:
         tasks = self._ranks[rank].tasks
         name = tasks[meeting.arrivals[rank].task % len(tasks)].name
         return (
-            f"{where(self._graph)}{describe_collective(meeting.collective)}: rank {rank} waits in {name!r} for rank "
-            f"{missing}, which never arrives: {self._reason(missing, meeting, [rank])}; "
+            f"{error_prefix(self._graph)}{describe_collective(meeting.collective)}: rank {rank} waits in {name!r} for "
+            f"rank {missing}, which never arrives: {self._reason(missing, meeting, [rank])}; "
             "let all ranks of a group call the same"
         )
 
@@ -308,7 +308,7 @@ def _stuck(host: HostThreads, rank: RankGraph) -> str:
     stuck = host.stuck()
     assert stuck is not None
     thread, place = stuck
-    return f"thread {thread!r}, action {place} ({describe(rank.threads[thread][place], rank)})"
+    return f"thread {thread!r}, action {place} ({action_label(rank.threads[thread][place], rank)})"
 
 
 # Least number of iterations whose second half without the last one has at least two.
@@ -345,7 +345,7 @@ def simulate_iterations(graph: ExecutionGraph, count: int = 8) -> SteadyState:
     So the host may run ahead of the device without limit. Events and flags belong to one iteration.
     """
     if count < 2:
-        raise SimulationError(f"{where(graph)}{count} iterations have no steady state; ask for two or more")
+        raise SimulationError(f"{error_prefix(graph)}{count} iterations have no steady state; ask for two or more")
     timeline = _Simulation(graph, count, {}).run()
     # The last iteration is left out: no transfers of a next one share its links, so it ends earlier.
     periods = timeline.iteration_seconds[: -1 if count >= ENOUGH_ITERATIONS else count]
@@ -361,7 +361,7 @@ class _Simulation:
         self._programs = compile_graph(graph)
         self._hosts = [HostThreads(program, iterations, starts.get(program.rank, 0.0)) for program in self._programs]
         counts = {program.rank: graph.multiplicity.get(program.rank, 1) for program in self._programs}
-        self._rendezvous = Rendezvous(counts, where(graph))
+        self._rendezvous = Rendezvous(counts, error_prefix(graph))
         self._sharing = LinkSharing()
         self._work = deque(range(len(self._hosts)))
         self._queued = [True] * len(self._hosts)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from e2e.simulate.instructions import AWAIT, RankProgram
+from e2e.simulate.instructions import AWAIT, CompiledRank
 from e2e.simulate.simulated_rank import LAUNCHED, HostThreads, Thread
 from e2e.step.arrays import Floats, Integers
 from e2e.step.execution_graph import ExecutionGraph, RankGraph, TaskKind
@@ -205,9 +205,9 @@ class Timeline:
         )
         kinds = np.tile(layout.kinds, self.iterations)
         compute, communication = np.isin(kinds, _COMPUTE), kinds == _COMMUNICATION
-        active = covered(start, end)
-        busy = covered(start[compute], end[compute])
-        moving = covered(
+        active = union_seconds(start, end)
+        busy = union_seconds(start[compute], end[compute])
+        moving = union_seconds(
             np.concatenate((start[compute], ready[communication])), np.concatenate((end[compute], end[communication]))
         )
         return RankActivity(
@@ -215,7 +215,7 @@ class Timeline:
             active=active,
             idle=high - low - active,
             compute=busy,
-            communication=covered(start[communication], end[communication]),
+            communication=union_seconds(start[communication], end[communication]),
             exposed_transfer=max(moving - busy, 0.0),  # difference of sums: rounding may make it negative
         )
 
@@ -244,7 +244,7 @@ class Timeline:
         return part.reshape(self.iterations, layout.nodes)
 
 
-def covered(start: Floats, end: Floats) -> float:
+def union_seconds(start: Floats, end: Floats) -> float:
     """Length of the union of intervals."""
     if not len(start):
         return 0.0
@@ -255,7 +255,7 @@ def covered(start: Floats, end: Floats) -> float:
 
 
 def build_timeline(
-    graph: ExecutionGraph, programs: Sequence[RankProgram], hosts: Sequence[HostThreads], iterations: int
+    graph: ExecutionGraph, programs: Sequence[CompiledRank], hosts: Sequence[HostThreads], iterations: int
 ) -> Timeline:
     """Build the timeline of a simulation that has ended."""
     layouts: list[RankLayout] = []
@@ -269,7 +269,7 @@ def build_timeline(
     return builder.timeline
 
 
-def _layout(rank: RankGraph, program: RankProgram, offset: int) -> RankLayout:
+def _layout(rank: RankGraph, program: CompiledRank, offset: int) -> RankLayout:
     kinds = ["collective" if task.collective is not None else task.kind for task in rank.tasks]
     return RankLayout(
         rank=program.rank,
@@ -295,7 +295,7 @@ class _Builder:
             ready_edge=np.zeros(nodes, dtype=np.uint8),
         )
 
-    def add_rank(self, layout: RankLayout, program: RankProgram, host: HostThreads) -> None:
+    def add_rank(self, layout: RankLayout, program: CompiledRank, host: HostThreads) -> None:
         for thread in host.threads:
             if thread.ends:
                 self._thread(layout, thread)
@@ -323,7 +323,7 @@ class _Builder:
         timeline.start_cause[nodes[1:]] = nodes[:-1]
         timeline.start_edge[nodes[1:]] = Edge.PROGRAM_ORDER
 
-    def _tasks(self, layout: RankLayout, program: RankProgram, host: HostThreads) -> None:
+    def _tasks(self, layout: RankLayout, program: CompiledRank, host: HostThreads) -> None:
         tasks = np.arange(layout.tasks * self.timeline.iterations)
         nodes = self._task_node(layout, tasks)
         causes = np.array(host.streams.causes)

@@ -15,22 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, load_gpu, single_gpu
 from costmodel.operators.experts import BALANCED
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS
 from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.models.stacks import stack_of
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower_step
-from e2e.parallelism import ParallelGraph
-from e2e.parallelism import build as build_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph
 from e2e.parallelism.rewrites import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.speed_band import OLDER_NOTE, band_of
-from e2e.sources.known_requests import Model, ShardedTables, SpreadModel
-from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request import Request
-from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
+from e2e.sources.prepared_step import (
+    Batch,
+    PreparedStep,
+    cluster_of,
+    on_machine,
+    placed_values,
+    step_options,
+    step_setting,
+)
+from e2e.sources.requests import Model, Request, ShardedTables, SpreadModel
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 from e2e.whatif.traced_rank import TracedRank
@@ -142,7 +147,7 @@ def _taken_values(options: StepOptions, samples: int, length: int | None, optimi
 
 def prepare_single(request: Model) -> PreparedStep:
     """Prepare the step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
-    cluster = one_gpu(request.gpu)  # invalid GPUs are reported before a capture
+    cluster = single_gpu(load_gpu(request.gpu))  # invalid GPUs are reported before a capture
     options = step_options(request, attention=request.attention or "eager")
     make: Any = build if request.model is not None else build_from_file
     model: CapturedWorkload = make(request.named, request.samples, request.sequence_length, options)
@@ -169,7 +174,7 @@ def single_step(
         balanced = lower_step(trace, replace(lowering, routing=BALANCED), architecture).graph
     older = stack_of(options.stack).older_libraries
     return PreparedStep(
-        lowered.graph, setting_of(request, machine, options), cluster, lowered.memory, lowered.warnings,
+        lowered.graph, step_setting(request, machine, options), cluster, lowered.memory, lowered.warnings,
         traced=traced, balanced=balanced, band=band_of(machine, older_libraries=older),
     )  # fmt: skip
 
@@ -207,10 +212,10 @@ def prepare_spread(request: SpreadModel, captures: Path | None = None) -> Prepar
     require_consistent(spec, request.gpus)
     cluster = cluster_of(request, spec.world_size)
     step = step_options(request)
-    setting = setting_of(request, cluster.machine, step)
+    setting = step_setting(request, cluster.machine, step)
 
     def of(step: StepOptions) -> ParallelGraph:
-        return build_parallel(
+        return build_parallel_graph(
             request.named, spec, step, captures=captures, condenser=Condenser(setting.overheads),
             node_gpus=cluster.gpus_per_node, host_bandwidth=cluster.host_bandwidth,
         )  # fmt: skip
@@ -250,7 +255,7 @@ def prepare_sharded(request: ShardedTables) -> PreparedStep:
     built = sharded_dlrm(request.sharding, request.tables, cluster, request.batch_size, options)
     return PreparedStep(
         built.graph,
-        setting_of(request, cluster.machine, options),
+        step_setting(request, cluster.machine, options),
         cluster,
         built.memory,
         built.warnings,

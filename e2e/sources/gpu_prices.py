@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from costmodel.base.errors import InputError
-from costmodel.machines.record_file import StrictModel, read_mapping, to_record
+from costmodel.machines.cluster import load_gpu
+from costmodel.machines.record_file import StrictModel, convert_record, read_mapping
 from e2e.explain.utilisation import GpuPrice, cost_of
-from e2e.sources.request import Request
-from e2e.sources.step_setting import gpu_machine
+from e2e.sources.requests import Request
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
@@ -63,7 +63,7 @@ def read_prices(text: str) -> GpuPrices:
         return GpuPrices({"": GpuPrice(_number(text), "USD", "given on the command line")})
     path = Path(text)
     otherwise = "expected date, origin and per_gpu_hour (docs/utilisation.md)"
-    file = to_record(read_mapping(path, InputError, otherwise), _PriceFile, path, InputError)
+    file = convert_record(read_mapping(path, InputError, otherwise), _PriceFile, path, InputError)
     day = file.date.isoformat()
     return GpuPrices(
         {name: GpuPrice(price, file.currency, file.origin, day) for name, price in file.per_gpu_hour.items()}, text
@@ -76,7 +76,7 @@ def asked_price(text: str, request: Request) -> GpuPrices:
     name = getattr(request, "retarget", None) or getattr(request, "gpu", None)
     if name is None:
         return prices  # a recorded run determines its GPU
-    return GpuPrices({"": prices.of(name, gpu_machine(name).name)}, text)
+    return GpuPrices({"": prices.of(name, load_gpu(name).name)}, text)
 
 
 def with_cost(answer: PredictionResult, prices: GpuPrices) -> PredictionResult:

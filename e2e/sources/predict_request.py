@@ -10,9 +10,9 @@ from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from e2e.capture.script_errors import oversized_told
 from e2e.explain.prediction import AskedValue
-from e2e.price.host_overheads import check_overheads, standing_in
-from e2e.sources.prepared_step import PreparedStep, run, told
-from e2e.sources.request import Request
+from e2e.price.host_overheads import check_overheads, foreign_host_note
+from e2e.sources.prepared_step import PreparedStep, run_step, with_remarks
+from e2e.sources.requests import Request
 from e2e.step.option_fields import Options, options_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _values(request: Request, taken: Mapping[str, str], meant: Mapping[str, str]
     # The source of the step comes first.
     for each in sorted(options, key=lambda each: not each.words.source):
         value, flag = getattr(request, each.name), each.flag
-        given = each.asks(value)
+        given = each.is_given(value)
         if given:
             yield AskedValue(flag, meant.get(flag, each.text(value)), True)
         # A recipe sets the keys of --parallel that are not given.
@@ -57,7 +57,7 @@ def _meant_values(request: Options, machine: Machine, cluster: object) -> dict[s
 def predict_request(request: Request) -> PredictionResult:
     """Predict the step of ``request``, with a row for each of its what-if questions."""
     check_overheads(getattr(request, "overheads", None))
-    whole = request.settled()
+    whole = request.with_defaults()
     if not whole.what_if:
         return _answer(whole, request, _prepared(whole))
     from e2e.sources.what_if_steps import WhatIfSteps, check_questions
@@ -78,9 +78,9 @@ def _answer(request: Request, given: Request, step: PreparedStep) -> PredictionR
     """Predict ``step``. ``given``: the request before its recipe filled in the defaults."""
     machine = step.setting.machine
     grace = machine.link("c2c") is not None
-    host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
-    found = told(run(step), notes=[host] if host else [])
-    taken = {**step.taken, **request.settled_texts(given)}
-    meant = _meant_values(request, machine, step.cluster) | request.meant_texts(given)
+    host = foreign_host_note(step.setting.overheads, grace=grace) if step.starts is None else ""
+    found = with_remarks(run_step(step), notes=[host] if host else [])
+    taken = {**step.taken, **request.default_texts(given)}
+    meant = _meant_values(request, machine, step.cluster) | request.meaning_texts(given)
     asked = asked_values(given, taken, meant)
     return replace(found, prediction=replace(found.prediction, asked=asked))

@@ -1,17 +1,22 @@
-"""Step that is ready to be priced, and the function that runs it, for ``predict`` and ``sweep``."""
+"""Step that is ready to be priced, with what sources make it from, and the function that runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_gpu
+from costmodel.machines.machine_records import Machine
+from e2e.capture.models.stacks import stack_of
 from e2e.explain.prediction import throughput_of
-from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
+from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict_graph
 from e2e.explain.utilisation import utilisation_of
+from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
+from e2e.step.option_fields import Options
+from e2e.step.options import NO_TF32, ClusterOptions, StepOptions, Tf32Switches, check_units
 
 if TYPE_CHECKING:
     from e2e.price.speed_band import SpeedBand
@@ -78,7 +83,58 @@ class PreparedStep:
     balanced: ExecutionGraph | None = None
 
 
-def run(step: PreparedStep) -> PredictionResult:
+# --- made from a request ---------------------------------------------------------------------------
+
+
+def cluster_of(asked: ClusterOptions, gpus: int) -> Cluster:
+    """Return a cluster of ``gpus`` GPUs; raises ``InputError`` or ``MachineError`` if it is not possible."""
+    machine, nodes = load_gpu(asked.gpu), asked.nodes or 1
+    if gpus == nodes == 1:
+        return single_gpu(machine)
+    return load_cluster(asked.gpu, gpus, nodes, asked.network)
+
+
+def step_setting(request: Options, machine: Machine, options: StepOptions | None = None) -> Setting:
+    """Return the software stack of the step of ``request`` on ``machine``.
+
+    Raises ``InputError`` for number types that the machine does not compute.
+    """
+    options = options or StepOptions()
+    check_units(options.precision, machine)
+    return Setting(
+        machine,
+        load_overheads(getattr(request, "overheads", None), machine.chip().architecture),
+        cuda_graph=getattr(request, "cuda_graph", False),
+        compiled=options.compile,
+        older_libraries=stack_of(options.stack).older_libraries,
+    )
+
+
+def on_machine(options: StepOptions, machine: Machine, own: Tf32Switches = NO_TF32) -> StepOptions:
+    """Return ``options`` with the operations that run in TF32 on ``machine``.
+
+    ``own``: TF32 switches of a script, in addition to the request. Ignored on GPUs without TF32 units.
+    """
+    usable = own.on(machine)
+    asked = options.dtype == "tf32" and "tf32" in machine.compute
+    return replace(options, tf32=replace(usable, products=usable.products or asked))
+
+
+def step_options(request: Options, **settled: Any) -> StepOptions:
+    """Return the options of the step of ``request``; ``settled``: values that override it or fill it in."""
+    found = StepOptions.of(request, dtype=getattr(request, "dtype", None) or "float32", **settled)
+    return replace(found, optimizer=found.optimizer or stack_of(found.stack).optimizer_form)
+
+
+def placed_values(cluster: Cluster) -> dict[str, str]:
+    """Return the placement of several GPUs, by option."""
+    return {"--nodes": f"{cluster.nodes} ({cluster.name})"}
+
+
+# --- run -------------------------------------------------------------------------------------------
+
+
+def run_step(step: PreparedStep) -> PredictionResult:
     """Price, simulate and explain ``step``; adds the throughput if the batch is known."""
     found = _predicted(step)
     if step.recorded_seconds is not None:
@@ -94,7 +150,9 @@ def run(step: PreparedStep) -> PredictionResult:
     return replace(found, prediction=replace(old, throughput=rate))
 
 
-def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:
+def with_remarks(
+    answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()
+) -> PredictionResult:
     """Return ``answer`` with additional ``warnings`` and ``notes`` after its own."""
     if not warnings and not notes:
         return answer
@@ -109,8 +167,8 @@ def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResu
     error = replayed / recorded - 1.0
     line = f"recorded {recorded * 1e3:.3f} ms, replayed {replayed * 1e3:.3f} ms ({error:+.1%})"
     if abs(error) <= REPLAY_ERROR:
-        return told(found, notes=[line])
-    return told(found, warnings=[f"{line}: the replay is wrong, and so is what it is broken down into"])
+        return with_remarks(found, notes=[line])
+    return with_remarks(found, warnings=[f"{line}: the replay is wrong, and so is what it is broken down into"])
 
 
 def _predicted(step: PreparedStep) -> PredictionResult:
@@ -127,7 +185,7 @@ def _predicted(step: PreparedStep) -> PredictionResult:
             host_factor=step.setting.overheads.factor,
         )
     assert not isinstance(step.cluster, RecordedSite)
-    return predict(
+    return predict_graph(
         step.graph,
         step.setting,
         step.cluster,

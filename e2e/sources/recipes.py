@@ -128,7 +128,7 @@ TRAINING_RECIPES: dict[str, TrainingRecipe] = {
 }  # fmt: skip
 
 
-def recipe_of(name: str | None) -> TrainingRecipe:
+def training_recipe(name: str | None) -> TrainingRecipe:
     """Return the recipe ``name`` (``None``: the default); raises ``InputError`` for an unknown name."""
     if name is not None and name not in TRAINING_RECIPES:
         raise InputError(f"--recipe {name}: choose one of {', '.join(TRAINING_RECIPES)}")

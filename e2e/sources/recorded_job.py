@@ -13,7 +13,7 @@ from pathlib import Path
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
+from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_gpu
 from costmodel.machines.machine_records import Machine
 from e2e.explain.predictor import RecordedSite, Setting
 from e2e.lowering.lower_trace import lower, lower_ranks, lowering_warnings
@@ -21,9 +21,8 @@ from e2e.price.collective_pricing import price_collectives
 from e2e.price.host_overheads import OverheadTable, fitted_overheads
 from e2e.price.recorded_kernels import Scaling, retarget, with_measured
 from e2e.sources.built_in_model import single_step
-from e2e.sources.known_requests import Recording, Trace
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.step_setting import cluster_of, gpu_machine, on_machine, one_gpu, setting_of, step_options
+from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, step_options, step_setting
+from e2e.sources.requests import Recording, Trace
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
@@ -38,13 +37,13 @@ from e2e.traces.recorded_run import (
     read_recorded_run,
     recorded_machine,
 )
-from e2e.traces.step_window import choose, doubts, last_step, read_last_step
+from e2e.traces.step_window import choose_step, doubts, last_step, read_last_step
 from e2e.whatif.traced_rank import TracedRank
 
 
 def prepare_trace(request: Trace) -> PreparedStep:
     """Prepare the step; raises ``InputError`` if a trace has collectives but the number of ranks is not known."""
-    gpu_machine(request.gpu)  # invalid names are reported before a large file is read
+    load_gpu(request.gpu)  # invalid names are reported before a large file is read
     files, asked = expand_files(request.traces), request.gpus
     if len(files) > 1:
         return _all_ranks(request, files)
@@ -58,7 +57,7 @@ def prepare_trace(request: Trace) -> PreparedStep:
     if (request.nodes or 1) > 1:
         raise InputError(f"--nodes {request.nodes}: the step runs on one GPU; give --gpus, the GPUs of the whole job")
     options = step_options(request)
-    step = single_step(operators, one_gpu(request.gpu), request, options, recorded_switches([operators]))
+    step = single_step(operators, single_gpu(load_gpu(request.gpu)), request, options, recorded_switches([operators]))
     require_gpu_work(operators, step.graph.ranks[0])
     return step
 
@@ -97,7 +96,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     traces = ranks_of_job([read_last_step(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
-    setting = setting_of(request, cluster.machine, options)
+    setting = step_setting(request, cluster.machine, options)
     spread = request.speed_spread
     lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
@@ -118,7 +117,7 @@ def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
     cluster = cluster_of(request, gpus)
     trace = replace(operators, world_size=gpus)
     options = on_machine(step_options(request), cluster.machine, recorded_switches([trace]))
-    setting = setting_of(request, cluster.machine, options)
+    setting = step_setting(request, cluster.machine, options)
     spread = request.speed_spread
     lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
@@ -160,7 +159,7 @@ class _Recorded:
 
         The recorded host is known, but another GPU may have another host, with the usual variation of host speeds.
         """
-        found = setting_of(self.request, self.machine)
+        found = step_setting(self.request, self.machine)
         table = overheads or found.overheads
         assert isinstance(table, OverheadTable)
         return replace(found, overheads=replace(table, factor=found.overheads.factor if self.elsewhere else 1.0))
@@ -208,7 +207,7 @@ def _single(found: _Recorded) -> PreparedStep:
     notes = [
         whole.describe(),
         "host overheads are those of the profile, without the profiler's share",
-        f"the profiled step took {choose(profile).seconds * 1e3:.3f} ms, the profiler's share included",
+        f"the profiled step took {choose_step(profile).seconds * 1e3:.3f} ms, the profiler's share included",
     ]
     graph = ExecutionGraph((rank,), source=linked.trace.source)
     if found.recorded is not None and (found.moved or found.recorded.name == machine.name):
@@ -327,10 +326,10 @@ def _machines(run: RecordedRun, asked: Recording) -> tuple[Machine | None, Machi
     """Return the GPU of the recording (``None``: unknown, and not needed) and the requested one."""
     name, source = run.gpu, run.profiles[0].source
     if asked.retarget is not None:
-        recorded = recorded_machine(name, source) if asked.gpu is None else gpu_machine(asked.gpu)
-        return recorded, gpu_machine(asked.retarget)
+        recorded = recorded_machine(name, source) if asked.gpu is None else load_gpu(asked.gpu)
+        return recorded, load_gpu(asked.retarget)
     if asked.gpu is not None:
-        return machine_of_gpu(name), gpu_machine(asked.gpu)
+        return machine_of_gpu(name), load_gpu(asked.gpu)
     machine = recorded_machine(name, source)
     return machine, machine
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.machines.cluster import Cluster
 from costmodel.operators.experts import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_job
 from e2e.capture.launcher import Launch, parse_command
+from e2e.capture.program import Evaluation
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
-from e2e.sources.known_requests import Program
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.step_setting import cluster_of, on_machine, step_options
+from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, run_step, step_options
+from e2e.sources.requests import Program
 from e2e.sources.user_script import seen_gpu, step_of_ranks
 from e2e.step.options import StepOptions
 
@@ -31,16 +32,29 @@ def prepare(request: Program) -> PreparedStep:
     machine = cluster.machine
     options = step_options(request, attention="flash", seen_gpu=seen_gpu(machine))
 
-    def capture() -> tuple[DistributedCapture, tuple[str, ...]]:
+    def capture() -> tuple[DistributedCapture, tuple[str, ...], tuple[Evaluation, ...]]:
         ranks = ProgramRanks(launch, options, folder, request.data == "synthetic")
         found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
-        return found, ranks.told(found)
+        return found, ranks.told(found), ranks.evaluations(found)
 
-    captured, told = kept(_key(request, options, gpus), capture)
+    captured, told, evaluations = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
+    if options.compile:  # all of it, whatever the program compiles itself
+        captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
-    return step_of_ranks(request, captured, lowering, cluster, warnings=told, taken=taken)
+    apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]
+    return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart))
+
+
+def _evaluation_told(
+    request: Program, captured: DistributedCapture, evaluation: Evaluation, options: StepOptions, cluster: Cluster
+) -> str:
+    """Return a note of passes that are no part of the step, with their time."""
+    rank = evaluation.trace.rank
+    once = replace(captured, traces=(evaluation.trace,), multiplicity={rank: cluster.gpus}, samples=None)
+    seconds = run_step(step_of_ranks(request, once, options, cluster, taken={})).prediction.iteration_seconds
+    return f"not in the step: {evaluation.told}: {evaluation.passes * seconds:.3g} s"
 
 
 def _size(request: Program, launch: Launch) -> tuple[int, int]:

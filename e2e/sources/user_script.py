@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, load_gpu, single_gpu
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
@@ -14,9 +14,16 @@ from e2e.capture.script import Fallback, capture_script, kept, load_script, own_
 from e2e.lowering.lower_trace import lower_ranks
 from e2e.price.speed_band import band_of
 from e2e.sources.built_in_model import assumptions, require_size, single_step
-from e2e.sources.known_requests import Program, Script, ScriptJob
-from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.step_setting import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
+from e2e.sources.prepared_step import (
+    Batch,
+    PreparedStep,
+    cluster_of,
+    on_machine,
+    placed_values,
+    step_options,
+    step_setting,
+)
+from e2e.sources.requests import Program, Script, ScriptJob
 from e2e.step.operator_trace import OperatorTrace, has_own_samples
 from e2e.step.options import Dtype, SeenGpu, StepOptions, Tf32Switches
 from e2e.whatif.traced_rank import TracedRank
@@ -29,7 +36,7 @@ _OWN: Mapping[str, str] = {
 
 def prepare(request: Script) -> PreparedStep:
     """Prepare the step of a script of one process on one GPU, compiled if requested."""
-    cluster = one_gpu(request.gpu)
+    cluster = single_gpu(load_gpu(request.gpu))
     options = _options(request, cluster.machine)
 
     def captured() -> tuple[OperatorTrace, tuple[int | None, int | None], Tf32Switches]:
@@ -80,18 +87,20 @@ def step_of_ranks(
     options: StepOptions,
     cluster: Cluster,
     *,
-    warnings: Sequence[str],
     taken: Mapping[str, str],
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> PreparedStep:
     """Return the step of captured ranks, lowered with ``options`` and priced on ``cluster``."""
     traces, machine = captured.traces, cluster.machine
     lowered = lower_ranks(traces, captured.multiplicity, captured.source, options, machine.chip().architecture)
     return PreparedStep(
         lowered.graph,
-        setting_of(request, machine, options),
+        step_setting(request, machine, options),
         cluster,
         lowered.memory,
         [*lowered.warnings, *warnings, *assumptions(traces)],
+        notes,
         speed_spread=request.speed_spread,
         band=band_of(machine),
         batch=_batch(captured.samples, captured.sequence_length, traces, cluster.gpus),

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
-from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
+from e2e.explain.prediction import AS_IT_IS, WhatIfRow, what_if_row, with_gain_intervals
 from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
-from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import Request
+from e2e.sources.prepared_step import PreparedStep, run_step
+from e2e.sources.requests import Request
 from e2e.step.execution_graph import RankGraph
 from e2e.whatif.paired_intervals import ComparedStep, Comparison
 from e2e.whatif.questions import (
@@ -27,10 +27,18 @@ from e2e.whatif.questions import (
     FusedOperators,
     OtherHost,
     WhatIf,
-    together,
+    all_together,
 )
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import Estimates, MergedCalls, TracedRank, batched_lookups, fusible_chains, merge, names_in
+from e2e.whatif.traced_rank import (
+    Estimates,
+    MergedCalls,
+    TracedRank,
+    batched_lookups,
+    fusible_chains,
+    merge_calls,
+    operator_names,
+)
 
 # Changes of single operators.
 _OF_OPERATORS = (BatchedLookups, FusedOperators)
@@ -49,11 +57,11 @@ def check_questions(request: Request) -> None:
 
 
 def _refused(change: Change, request: Request) -> str | None:
-    if isinstance(change, BatchChange) and request.captured_anew(change) is None:
+    if isinstance(change, BatchChange) and request.request_with(change) is None:
         if request.recorded:
             return "a recorded step has its own batch; predict the step of its --script or --model with another"
         return "the script's function takes no batch_size; give it that argument"
-    if isinstance(change, BucketChange) and request.captured_anew(change) is None:
+    if isinstance(change, BucketChange) and request.request_with(change) is None:
         return "buckets of gradients are those of several GPUs, captured: give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
         if not request.single_operators:
@@ -92,7 +100,7 @@ class WhatIfSteps:
             for each in asked
             for change, text in zip(each.changes, each.texts, strict=True)
         ]
-        every = together(asked)
+        every = all_together(asked)
         found: dict[frozenset[Change], WhatIf] = {}
         for each in (*alone, *asked, *([] if every is None else [every])):
             found.setdefault(frozenset(each.changes), each)
@@ -122,11 +130,11 @@ class WhatIfSteps:
                 if question.changes in [each.changes for each in self.request.what_if]:
                     raise
                 continue
-            answer = run(step)
+            answer = run_step(step)
             asked = next((each.samples for each in question.changes if isinstance(each, BatchChange)), samples)
             found.append(what_if_row(question.text, answer.prediction, before, asked, samples))
             steps.append(_compared(step, answer, question.changes))
-        return compared(found, Comparison(steps).ratio)
+        return with_gain_intervals(found, Comparison(steps).ratio)
 
     def changed(self, question: WhatIf) -> PreparedStep:
         """Return the step of ``question``."""
@@ -143,11 +151,11 @@ class WhatIfSteps:
         """Return the request with those of ``changes`` that need a new capture; ``None`` if none does."""
         found: Request | None = None
         for change in changes:
-            found = (found or self.request).captured_anew(change) or found
+            found = (found or self.request).request_with(change) or found
         return found
 
     def _is_made_anew(self, change: Change) -> bool:
-        return self.request.captured_anew(change) is not None
+        return self.request.request_with(change) is not None
 
     def _samples(self) -> int | None:
         """Samples of the unchanged step, if known."""
@@ -175,7 +183,7 @@ class WhatIfSteps:
             return self._merged(step, batched_lookups, "batch-embeddings: no two lookups by embedding_bag are alike "
                                 "(as many bags, as wide, of one number type); leave it out")  # fmt: skip
         if isinstance(change, FusedOperators):
-            names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
+            names = ", ".join(operator_names(list(step.traced.values()))[:_LISTED])
             return self._merged(
                 step,
                 lambda rank: fusible_chains(rank, change.pattern),
@@ -206,7 +214,7 @@ class WhatIfSteps:
                 for group in groups
                 for call in group.calls
             }
-            ranks.append(merge(rank, groups, behind.homes(rank), operators, self._estimates.ratio))
+            ranks.append(merge_calls(rank, groups, behind.homes(rank), operators, self._estimates.ratio))
             merged = {group.anchor: group.calls for group in groups}
             traced[rank.rank] = replace(behind, merged={**behind.merged, **merged})
         if all(len(new.tasks) == len(old.tasks) for new, old in zip(ranks, step.graph.ranks, strict=True)):

@@ -209,6 +209,8 @@ class CallInfo:
     gathered: int = 0
     # True in a forward pass that runs again inside the backward pass (activation checkpointing of a script).
     recomputed: bool = False
+    # Line of the script (``model.py:73``), if known.
+    line: str = ""
 
 
 @dataclass(frozen=True)

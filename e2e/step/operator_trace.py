@@ -176,6 +176,8 @@ class OperatorCall:
     module: str = ""
     # Other information of the source (process group, overload).
     attributes: Mapping[str, Value] = field(default_factory=dict)
+    # Line of the script that makes the call, or whose backward pass it is (``model.py:73``), if known.
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,8 @@ class OperatorTrace:
     # For each backward pass, the lengths along the first dimension of the inputs and outputs of the whole module before
     # it; a step that accumulates gradients has several passes. Empty if the source does not give them.
     passes: tuple[frozenset[int], ...] = ()
+    # Call -> compiled region of the program; None if the source does not say what is compiled.
+    regions: Mapping[int, int] | None = None
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:

@@ -86,11 +86,11 @@ class OptionField:
         """True if a command-line parser can read the type without conversion."""
         return self.kind in (*_SIMPLE, Path) or self.kind == tuple[str, ...] or bool(self.choices)
 
-    def asks(self, value: Any) -> bool:
+    def is_given(self, value: Any) -> bool:
         """True if ``value`` differs from the default."""
         return value is not None and value != () and (self.needed or bool(value != self.default))
 
-    def taken(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Convert ``value`` to a value of the field; raise ``InputError`` if it is not allowed."""
         if value is None:
             return None
@@ -129,14 +129,14 @@ class Options:
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
             value = getattr(self, name)
-            taken = each.taken(value)
+            taken = each.convert(value)
             if taken is not value:
                 object.__setattr__(self, name, taken)
 
-    def given(self) -> dict[str, Any]:
+    def given_values(self) -> dict[str, Any]:
         """Return the values that differ from their defaults, by name."""
         options = options_of(type(self)).values()
-        return {each.name: getattr(self, each.name) for each in options if each.asks(getattr(self, each.name))}
+        return {each.name: getattr(self, each.name) for each in options if each.is_given(getattr(self, each.name))}
 
 
 _RESOLVED: dict[type, Mapping[str, OptionField]] = {}

@@ -1,7 +1,9 @@
-"""Options of a step, one field each, grouped in records; :class:`StepOptions` holds all of them for capture, lowering
-and the writer of parallel steps. With the values that they take: fixed choices, the text of ``--routing``
-(``balanced``, ``power-law=1.2``, ``capacity=1.25``, or both of the latter separated by a comma), the reference to a
-script (``FILE.py:FUNCTION``, or the function itself), and recipes of 8-bit training.
+"""Options that several requests have, one field each, grouped in records: of the step and of its hardware.
+
+:class:`StepOptions` holds all of the step for capture, lowering and the writer of parallel steps. With the values that
+options take: fixed choices, the text of ``--routing`` (``balanced``, ``power-law=1.2``, ``capacity=1.25``, or both of
+the latter separated by a comma), the reference to a script (``FILE.py:FUNCTION``, or the function itself), and recipes
+of 8-bit training.
 
 Recipes (:class:`Recipe`) say what is cast, with which scales and how often. torchao (``float8`` training) casts weights
 in every pass, Transformer Engine once per step. Delayed scaling uses the scale of earlier steps and finds the maximum
@@ -16,6 +18,7 @@ Command lines import this module at their start: no frameworks here.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -175,7 +178,12 @@ def parse_routing(text: str) -> ExpertRouting:
 
 
 MODEL_PANEL = "My model on N GPUs"
-STEP_PANEL = "The step"
+STEP_PANEL, MACHINE_PANEL = "The step", "The machine"
+GPU_HELP = (
+    "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file. For a recorded run the GPU "
+    "it ran on, if its profile does not say."
+)
+GPUS_HELP = "GPUs of the job; without --parallel a transformer is spread in the way predicted to be fastest."
 
 
 def _routing(value: str | ExpertRouting) -> ExpertRouting:
@@ -183,14 +191,16 @@ def _routing(value: str | ExpertRouting) -> ExpertRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed(Options):
+class OperatorOptions(Options):
     """Options of every step whose operators are known one by one."""
 
     panel = STEP_PANEL
 
-    compile: bool = option("Forward and backward by torch.compile.", default=False, default_text="no (eager)")
+    compile: bool = option(
+        "Compile the forward and backward passes (torch.compile).", default=False, default_text="no (eager)"
+    )
     routing: ExpertRouting = option(
-        "How experts share tokens: balanced, power-law=1.2, capacity=1.25, or both with a comma.",
+        "Distribution of tokens over experts: balanced, power-law=1.2, capacity=1.25, or both with a comma.",
         default=BALANCED,
         read=_routing,
         write=routing_text,
@@ -198,108 +208,164 @@ class Routed(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computed(Options):
+class ComputeOptions(Options):
     """Options of every step that is computed, not read from a recording."""
 
     panel = STEP_PANEL
 
     batch_size: int | None = option(
-        "Samples per GPU and micro-batch; default: 1, of --script and --sharding their own.", default=None, least=1
+        "Samples per GPU and micro-batch; default: 1, or the script's or plan's own.", default=None, least=1
     )
     dtype: Dtype | None = option(
-        "Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
-        "weights and states, of others than transformers float32. Autocast over FP32 weights (AMP): by a --script.",
+        "Number type of the model. Default: bfloat16 (float16 on GPUs without it) with FP32 master weights "
+        "for transformers, float32 for other models. Autocast (AMP) is for --script.",
         default=None,
         instead=instead_of,
         default_text="float32 (TF32 off)",
     )
     optimizer: OptimizerForm | None = option(
-        "How parameters are updated where the model leaves it open: tensor lists operation by operation (foreach) "
-        "or in one kernel (fused); default: foreach, as PyTorch does, or what --stack does.",
+        "Optimizer where the model leaves it open: a kernel per operation (foreach) or one for all (fused); "
+        "default: foreach, or as --stack does.",
         default=None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured(Routed, Computed):
+class CaptureOptions(OperatorOptions, ComputeOptions):
     """Options of every PyTorch step that is captured without a GPU."""
 
     panel = STEP_PANEL
 
     sequence_length: int | None = option(
-        "Tokens; default: the model's maximum, 4096 at most; of --script its own.", default=None, least=1
+        "Tokens of a sequence; default: the model's maximum, at most 4096, or the script's own.", default=None, least=1
     )
     mode: Mode = option(
-        "What one step does; inference is one forward pass over all tokens (see --cache-length).",
+        "Training step, the same without its optimizer, or one forward pass over all tokens (inference; see "
+        "--cache-length).",
         default="train",
         default_text="train (forward, backward, optimizer)",
     )
     attention: AttentionForm | None = option(
-        "flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax "
-        "apart. Default: flash where the model has it, or what --recipe says.",
+        "Attention kernel: flash is what PyTorch selects on the GPU; eager and math are separate products and "
+        "softmax. Default: flash where the model has it, or as --recipe says.",
         default=None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttention(Options):
+class LinearAttentionOptions(Options):
     """Options of linear-attention kernels; not available with --parallel."""
 
     panel = STEP_PANEL
 
     linear_attention: LinearAttentionForm | None = option(
-        "Mamba and gated delta rules of Transformers: by the fused kernels of mamba_ssm, causal_conv1d and "
-        "flash-linear-attention, or in single operators; default: fused where these are installed.",
+        "Mamba and gated delta rules: fused kernels (mamba_ssm, causal_conv1d, flash-linear-attention) or "
+        "single operators; default: fused where these are installed.",
         default=None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack(Options):
+class StackOptions(Options):
     """Software stack of a transformer: recipe, kernels, precision, adapters."""
 
     panel = MODEL_PANEL
 
     recipe: str | None = option(
-        "How it is trained, in one word: plain, hf-trainer, torchtitan, megatron, llm-foundry, deepspeed, "
-        "pure-bf16 (vllm: inference). Says what is not asked for of --stack, --dtype, --attention and of --parallel; "
-        "default: plain.",
+        "Way to train: plain (default), hf-trainer, torchtitan, megatron, llm-foundry, deepspeed, pure-bf16; "
+        "vllm for inference. Sets what is not given of --stack, --dtype, --attention and --parallel.",
         default=None,
     )
     stack: str | None = option(
-        "Whose kernels a transformer has: huggingface, torchtitan, megatron, megatron-lm, te, liger, llm-foundry; "
-        "default: what --recipe says.",
+        "Kernels of a transformer: huggingface, torchtitan, megatron, megatron-lm, te, liger, llm-foundry; "
+        "default: those of --recipe.",
         default=None,
     )
     precision: Precision | None = option(
-        "Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.",
+        "Train linear layers in 8 bits by this recipe, with --dtype bfloat16.",
         default=None,
         instead=instead_of,
     )
     moe: MixtureForm = option(
-        "Experts: fused permutation and grouped products (grouped), or as the library writes them.", default="grouped"
+        "Expert layers: fused permutation and grouped products, or the code of Hugging Face.", default="grouped"
     )
     lora: int | None = option(
-        "Rank of adapters of queries, keys and values; weights are frozen.", default=None, least=1
+        "Train adapters of this rank on queries, keys and values; other weights are frozen.", default=None, least=1
     )
     document_length: int | None = option(
-        "Tokens of each document of which sequences are packed; it sees itself alone.", default=None, least=1
+        "Tokens of each document packed into a sequence; attention stays within a document.", default=None, least=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AloneOnGpu(Options):
+class SingleGpuOptions(Options):
     """Options of a model on a single GPU."""
 
     panel = MODEL_PANEL
 
     cache_length: int | None = option(
-        "Tokens of each sequence that lie in a cache: the step decodes those of --sequence-length (1).",
+        "Decode --sequence-length tokens (default: 1) behind a cache of this many tokens.",
         default=None,
         least=1,
     )
     layout: MemoryLayout = option(
-        "How the images of a built-in model lie in memory: NCHW or NHWC.", default="contiguous"
+        "Memory layout of images: NCHW (contiguous) or NHWC (channels-last).", default="contiguous"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions(Options):
+    """Host software of a step that is not recorded."""
+
+    panel = MACHINE_PANEL
+
+    overheads: Path | None = option(
+        "Host overheads: a known host, a table, or profiles of the very job (a file, pattern or archive); "
+        "default: a host of the GPU's generation.",
+        default=None,
+        default_text="hosts of the GPU's generation",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions(Options):
+    """GPU of a step."""
+
+    panel = MACHINE_PANEL
+
+    gpu: str = option(GPU_HELP, read=os.fspath)
+
+
+def _spread(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise InputError(f"--speed-spread {value:g}: must be from 0 to 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesOptions(Options):
+    """Number of nodes, and the network between them."""
+
+    panel = MACHINE_PANEL
+
+    nodes: int | None = option("Nodes of the job.", default=None, least=1, harmless=1)
+    network: str | None = option(
+        "Network between nodes, NAME:N for N cards per node; default: the cluster's own.", default=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(NodesOptions, GpuOptions):
+    """GPUs of a job of several ranks, and their variation."""
+
+    panel = MACHINE_PANEL
+
+    gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
+    speed_spread: float | None = option(
+        "Standard deviation of the GPUs' speeds, such as 0.02; 0: equal GPUs. Default: a band fitted to "
+        "published training steps.",
+        default=None,
+        read=_spread,
     )
 
 
@@ -348,7 +414,7 @@ NO_TF32 = Tf32Switches()
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(AloneOnGpu, Stack, LinearAttention, Captured):
+class StepOptions(SingleGpuOptions, StackOptions, LinearAttentionOptions, CaptureOptions):
     """All options of a step, for capture, lowering and the writer of parallel steps.
 
     Options of all sources, each with its default for sources without it, and derived settings. ``attention`` ``None``:

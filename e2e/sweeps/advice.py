@@ -12,13 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from costmodel.base.errors import ProjectError
-from e2e.explain.prediction import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, Prediction, ranked
+from costmodel.machines.cluster import load_gpu
+from e2e.explain.prediction import (
+    TOGETHER,
+    WORTH_TELLING,
+    Advice,
+    Alternative,
+    LargestBatch,
+    Prediction,
+    sort_alternatives,
+)
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, SpreadModel, Trace
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import Request
-from e2e.sources.step_setting import gpu_machine
+from e2e.sources.requests import Model, Recording, Request, Script, ScriptJob, SpreadModel, Trace
 from e2e.step.memory_room import largest_fitting
 from e2e.step.options import Dtype
 
@@ -83,7 +90,7 @@ def _configured(kind: str, change: str, needs: str, **values: object) -> Change:
 
 
 def _number_types(request: Request, prediction: Prediction) -> Iterator[Change]:
-    machine = gpu_machine(getattr(request, "gpu", ""))
+    machine = load_gpu(getattr(request, "gpu", ""))
     used, dtype = prediction.utilisation, getattr(request, "dtype", None) or "float32"
     in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
     if dtype == "float32" and "tf32" in machine.compute and in_32_bits:
@@ -307,7 +314,7 @@ def advise(request: Request, answer: PredictionResult, say: Say) -> PredictionRe
 
     Ctrl-C stops the search and keeps its results so far.
     """
-    request = request.settled()
+    request = request.with_defaults()
     if isinstance(request, Recording):
         stopped = "a recorded run has its settings; only --retarget changes anything"
         return _advised(answer, Advice((), stopped=stopped))
@@ -345,7 +352,7 @@ class _Advisor:
             stopped = _STOPPED
         done = {each.change for each in self.alternatives}
         left = [each.change for each in changes if each.change not in done]
-        return Advice(ranked(self.alternatives), self.largest, left, stopped)
+        return Advice(sort_alternatives(self.alternatives), self.largest, left, stopped)
 
     def _late(self) -> bool:
         return time.monotonic() - self.begun > SECONDS
@@ -426,7 +433,7 @@ class _Advisor:
         by_text = {each.change: each for each in changes}
         helping: dict[str, Change] = {}
         others: dict[str, Change] = {}
-        for alternative in ranked(self.alternatives):
+        for alternative in sort_alternatives(self.alternatives):
             change = by_text[alternative.change]
             if change.kind != "batch" and not alternative.problem:
                 # Each --parallel change is relative to the requested spec, so only one can be chosen.

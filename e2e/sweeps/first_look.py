@@ -16,9 +16,9 @@ from costmodel.base.errors import InputError
 from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.cluster import Cluster, load_cluster
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.known_requests import SpreadModel
 from e2e.sources.predict_request import predict_request
-from e2e.sources.recipes import TrainingRecipe, recipe_of
+from e2e.sources.recipes import TrainingRecipe, training_recipe
+from e2e.sources.requests import SpreadModel
 from e2e.step.memory import EXPERT_DIMENSIONS
 from e2e.step.memory_room import memory_room, verdict
 from e2e.step.options import Dtype
@@ -105,7 +105,7 @@ def first_look(
     dtype: Dtype | None = None,
 ) -> FirstLook:
     """Estimate ``spec`` with micro-batches of ``batch_size`` sequences of ``length`` tokens."""
-    asked, narrow = recipe_of(recipe), dtype not in ("float32", "tf32")
+    asked, narrow = training_recipe(recipe), dtype not in ("float32", "tf32")
     element = 2 if narrow else 4
     parameters = _held(sizes, spec)
     state = _state_bytes(spec, asked, narrow, element) * parameters
@@ -173,7 +173,7 @@ class Promising:
     left: int
 
 
-def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> Promising:
+def promising_cells(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> Promising:
     """Select ``most`` cells of ``auto`` for every GPU and number of GPUs, in the order of :func:`_in_order`.
 
     All other cells are kept.
@@ -252,7 +252,7 @@ def with_best_way(request: SpreadModel) -> tuple[SpreadModel, str]:
         str(request.named), request.samples, None, request.sequence_length, request.dtype, request.attention,
         request.network, experts_of(config), request.recipe, request.stack, layers=layer_count(config, name),
     )  # fmt: skip
-    looked = promising(question, cells_of(question, [request.gpu], [gpus], ["auto"]), TRIES)
+    looked = promising_cells(question, cells_of(question, [request.gpu], [gpus], ["auto"]), TRIES)
     found: list[tuple[bool, float, SpreadModel, str]] = []  # (may not fit, rate, request, way)
     reason = f"all {looked.too_large} ways take more memory than there is"
     for cell in looked.cells:

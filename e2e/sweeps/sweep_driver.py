@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from costmodel.base.errors import InputError
 from costmodel.base.output_files import lock_folder, remove_partials
 from costmodel.machines.machine_file import user_directory
-from e2e.parallelism.capture_cache import digest
+from e2e.parallelism.capture_cache import capture_key
 from e2e.sweeps.first_look import Promising
 from e2e.sweeps.sweep_results import ResultFile, SweepRow, SweepTask
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
@@ -74,10 +74,10 @@ class RunPlan:
             self._price(name)
 
     def _price(self, gpu: str) -> float:
-        from e2e.sources.step_setting import gpu_machine
+        from costmodel.machines.cluster import load_gpu
 
         assert self.prices is not None
-        return self.prices.of(gpu, gpu_machine(gpu).name).per_gpu_hour
+        return self.prices.of(gpu, load_gpu(gpu).name).per_gpu_hour
 
 
 def run_plan(
@@ -138,7 +138,7 @@ class SweepResult:
         return self.rows[place]
 
 
-def sweep(
+def run_sweep(
     request: SweepRequest,
     cells: Sequence[SweepCell] | Promising,
     directory: Path,
@@ -168,7 +168,7 @@ def _sweep(
 ) -> SweepResult:
     results = ResultFile(directory)
     own = _own_machines()
-    keys = [digest({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]
+    keys = [capture_key({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]
     missing = [place for place, key in enumerate(keys) if results.get(key) is None]
     tasks = [SweepTask(request, cells[place], directory / CAPTURES) for place in missing]
     began = time.monotonic()

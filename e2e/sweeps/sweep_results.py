@@ -1,9 +1,9 @@
 """Rows of a sweep: evaluation of one cell, and results on disk.
 
 Evaluation builds the graph, checks the memory and predicts. Results are one line of JSON each, written as they come,
-never computed twice. The key of a result (:func:`e2e.parallelism.capture_cache.digest`) covers the request, the cell,
-the program's own files and the versions of captured libraries: after any change of these a cell is computed anew.
-Evaluation runs in workers and imports ``torch``.
+never computed twice. The key of a result (:func:`e2e.parallelism.capture_cache.capture_key`) covers the request, the
+cell, the program's own files and the versions of captured libraries: after any change of these a cell is computed
+anew. Evaluation runs in workers and imports ``torch``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from costmodel.base.output_files import append_whole, write_whole
 from costmodel.base.process import pass_ending
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources import built_in_model
-from e2e.sources.known_requests import SpreadModel
-from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import Cluster
-from e2e.sources.step_setting import cluster_of
+from e2e.sources.prepared_step import PreparedStep, cluster_of, run_step
+from e2e.sources.requests import SpreadModel
 from e2e.step.memory_room import memory_room, verdict
+from e2e.step.options import ClusterOptions
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
 CellStatus = Literal["ok", "may not fit", "does not fit", "not possible", "failed"]
@@ -162,7 +161,7 @@ class SweepTask:
             gpus=cell.gpus,
             network=asked.network,
         )
-        return request.settled()
+        return request.with_defaults()
 
 
 def evaluate(task: SweepTask) -> SweepRow:
@@ -175,10 +174,10 @@ def evaluate(task: SweepTask) -> SweepRow:
     except Exception as error:
         pass_ending(error)
         found = error if isinstance(error, ProjectError) else f"{type(error).__name__}: {error}"
-        return failure(task, str(found))
+        return failed_row(task, str(found))
 
 
-def failure(task: SweepTask, reason: str) -> SweepRow:
+def failed_row(task: SweepTask, reason: str) -> SweepRow:
     """Return the row of a task that could not be computed."""
     cell = task.cell
     return SweepRow(cell.gpu, cell.gpus, 0, text_of(cell.parallel), "failed", " ".join(reason.split()))
@@ -186,7 +185,7 @@ def failure(task: SweepTask, reason: str) -> SweepRow:
 
 def _first_that_fits(task: SweepTask) -> SweepRow:
     cell = task.cell
-    nodes = cluster_of(Cluster(gpu=cell.gpu, network=task.request.network), cell.gpus).nodes
+    nodes = cluster_of(ClusterOptions(gpu=cell.gpu, network=task.request.network), cell.gpus).nodes
     row = None
     for spec in cell.specs():
         try:
@@ -218,7 +217,7 @@ def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
 
 
 def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int | None) -> SweepRow:
-    prediction, batch = run(step).prediction, step.batch
+    prediction, batch = run_step(step).prediction, step.batch
     assert batch is not None and batch.tokens is not None
     seconds, longest = prediction.iteration_seconds, prediction.longest_computing
     return SweepRow(

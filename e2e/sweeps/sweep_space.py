@@ -19,7 +19,7 @@ from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from costmodel.machines.cluster import load_cluster
 from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
-from e2e.sources.recipes import recipe_of
+from e2e.sources.recipes import training_recipe
 from e2e.step.options import AttentionForm, Dtype, Precision
 
 # Micro-batches per pipeline stage without a global batch: the bubble is then at most a fifth of a step.
@@ -117,7 +117,7 @@ def cells_of(
                 for cell in _cells(request, machine, count, text, cluster.gpus_per_node):
                     for recipe, precision in product(recipes, precisions):
                         # Words that mean another recomputation in the recipe are not tried twice.
-                        meant = map(recipe_of(recipe or request.recipe).recompute, cell.recompute)
+                        meant = map(training_recipe(recipe or request.recipe).recompute, cell.recompute)
                         tried = tuple(dict.fromkeys(meant))
                         found[replace(cell, recompute=tried, recipe=recipe, precision=precision)] = None
     return list(found)
@@ -129,7 +129,7 @@ def _cells(request: SweepRequest, machine: str, count: int, text: str, per_node:
         own = None if size == request.samples else size
         sized = replace(request, batch_size=size)
         if text == "auto":
-            for spec in automatic(sized, count, per_node):
+            for spec in ways_to_spread(sized, count, per_node):
                 yield SweepCell(machine, count, spec, RECOMPUTE, own)
             continue
         spec = read_parallel(text, count)
@@ -141,7 +141,7 @@ def _cells(request: SweepRequest, machine: str, count: int, text: str, per_node:
             yield SweepCell(machine, count, replace(spec, micro_batches=passes), (), own)
 
 
-def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
+def ways_to_spread(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
     """Yield ways to spread the model over ``gpus`` GPUs whose degrees divide that number.
 
     Degrees that do not divide the model are detected when it is built.
@@ -215,7 +215,7 @@ def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def counts(text: str, option: str) -> list[int]:
+def parse_counts(text: str, option: str) -> list[int]:
     """Parse numbers of GPUs such as ``8,64,512``; raises ``InputError`` naming an invalid part."""
     found = []
     for part in text.split(","):
@@ -226,7 +226,7 @@ def counts(text: str, option: str) -> list[int]:
     return found
 
 
-def names(text: str, option: str) -> list[str]:
+def parse_names(text: str, option: str) -> list[str]:
     """Parse names such as ``h100-sxm,h200-sxm``."""
     found = [part.strip() for part in text.split(",")]
     if not all(found):

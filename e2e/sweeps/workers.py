@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from costmodel.base.errors import InputError
 from costmodel.base.process import interrupts_held
-from e2e.sweeps.sweep_results import SweepRow, SweepTask, evaluate, failure
+from e2e.sweeps.sweep_results import SweepRow, SweepTask, evaluate, failed_row
 from e2e.sweeps.worker_process import prepare_worker
 
 Task = TypeVar("Task")
@@ -55,7 +55,7 @@ class LocalWorkers:
             del left[place]
             yield place, row
         for place, task in left.items():
-            yield place, failure(task, WORKER_DIED)
+            yield place, failed_row(task, WORKER_DIED)
 
 
 def each_in_processes(
@@ -161,5 +161,5 @@ class RayWorkers:
         try:
             row: SweepRow = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            return failure(task, f"a Ray worker was lost: {error}")
+            return failed_row(task, f"a Ray worker was lost: {error}")
         return row

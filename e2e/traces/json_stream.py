@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.input_files import MOST_BYTES, Bounded, counted, open_tar, open_unpacked
+from costmodel.base.input_files import MOST_BYTES, Bounded, count_parts, open_tar, open_unpacked
 
 _CHUNK = 1 << 20
 # Limit of memory: an element of a trace is a few kilobytes; something larger is not a trace.
@@ -59,7 +59,7 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
         _opened(Path(path)) as stream,
         io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as text,
     ):
-        yield from counted(_Decoder(text, str(path)).members(), "trace")
+        yield from count_parts(_Decoder(text, str(path)).members(), "trace")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from e2e.traces.launches import (
     device_works,
 )
 from e2e.traces.linked_trace import CallNames, LinkedTrace, profiled_ranges
-from e2e.traces.step_window import StepWindow, choose_together, iterations
+from e2e.traces.step_window import StepWindow, choose_step_of_ranks, iterations
 
 _EVERYONE = "all ranks"
 
@@ -112,7 +112,7 @@ def is_collective(span: DeviceSpan) -> bool:
     return span.kind == "kernel" and span.name.startswith(KERNELS)
 
 
-def transfer_seconds(durations: Sequence[float]) -> float:
+def shortest_transfer(durations: Sequence[float]) -> float:
     """Transfer time of one collective: the shortest of its kernel times on all ranks.
 
     That is the time of the last rank to arrive.
@@ -408,13 +408,13 @@ class RecordedStep:
 def recorded_graph(
     kineto: KinetoTrace, linked: LinkedTrace | None = None, step: int | str | None = None
 ) -> RecordedStep:
-    """Convert one iteration of one rank (``step``: see :func:`e2e.traces.step_window.choose`).
+    """Convert one iteration of one rank (``step``: see :func:`e2e.traces.step_window.choose_step`).
 
     With ``linked``, tasks and calls have the ids of the execution trace. The other ranks of a collective are folded
     into this one: its duration is the recorded one, waiting included. Raises :class:`InputError` for a profile without
     device work in that iteration.
     """
-    window = choose_together([kineto], step, None if linked is None else {kineto.rank: linked})[0]
+    window = choose_step_of_ranks([kineto], step, None if linked is None else {kineto.rank: linked})[0]
     recorder = RankRecorder(kineto, window, linked)
     graph = recorder.graph()
     if not graph.tasks:
@@ -449,7 +449,7 @@ def recorded_ranks(
         raise InputError(f"two profiles of one rank, or none ({sources}); give one of every rank")
     known = links or {}
     profiles = sorted(profiles, key=lambda profile: profile.rank)
-    windows = choose_together(profiles, step, known)
+    windows = choose_step_of_ranks(profiles, step, known)
     recorders = [
         RankRecorder(profile, window, known.get(profile.rank))
         for profile, window in zip(profiles, windows, strict=True)
@@ -496,7 +496,7 @@ def _transfers(graphs: Sequence[RankGraph], source: str) -> dict[tuple[str, int]
                 f"{source}: {collective.kind} {key[1]} of group {key[0]!r} was recorded on rank {rank}, but not on "
                 f"rank {names}; give profiles of the same iteration"
             )
-    return {key: transfer_seconds(list(values.values())) for key, values in seconds.items()}
+    return {key: shortest_transfer(list(values.values())) for key, values in seconds.items()}
 
 
 def _with_transfers(graph: RankGraph, transfers: Mapping[tuple[str, int], float]) -> RankGraph:

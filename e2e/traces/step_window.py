@@ -75,7 +75,7 @@ def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
     return (StepWindow(_WHOLE, 0.0, kineto.end),)
 
 
-def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
+def choose_step(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
     """Return the iteration ``step``: its index (negative from the end), the name of an annotation, or ``None``.
 
     ``None`` selects the one of median length among those after the first; of an annotation that occurs several times,
@@ -95,17 +95,17 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
     return StepWindow(step, named[-1].start, named[-1].end)
 
 
-def choose_together(
+def choose_step_of_ranks(
     profiles: Sequence[KinetoTrace], step: int | str | None = None, links: Mapping[int, LinkedTrace] | None = None
 ) -> list[StepWindow]:
-    """Return the same iteration of every rank of a job, selected as in :func:`choose`.
+    """Return the same iteration of every rank of a job, selected as in :func:`choose_step`.
 
     Without ``step`` the one of median length among those that all ranks recorded: profiler steps are matched by number,
     other iterations by their begin. With ``links`` (by rank) only iterations whose operators are in the execution
     traces are considered. Raises :class:`InputError` if no step was recorded on all ranks.
     """
     if step is not None:
-        return [choose(profile, step) for profile in profiles]
+        return [choose_step(profile, step) for profile in profiles]
     found = [iterations(profile) for profile in profiles]
     counted = all(window.name.startswith(_STEP) for windows in found for window in windows)
     rows = _by_number(profiles, found) if counted else _by_time(profiles, found)

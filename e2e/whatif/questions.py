@@ -94,7 +94,7 @@ def parse_what_if(text: str) -> WhatIf:
     return WhatIf(text, changes, tuple(parts))
 
 
-def together(questions: Sequence[WhatIf]) -> WhatIf | None:
+def all_together(questions: Sequence[WhatIf]) -> WhatIf | None:
     """Combine all changes of ``questions`` in one step; ``None`` if that equals one of them, or is not possible."""
     pairs = {
         change: text for each in questions for change, text in zip(each.changes, each.texts, strict=True)

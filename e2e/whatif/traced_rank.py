@@ -1,8 +1,8 @@
 """Operators of a rank behind the tasks of its graph, and several of its calls replaced by a single one.
 
 :class:`TracedRank` maps tasks, predicted or recorded, to their operators, and those to tensors and names. Calls that
-one kernel can replace are chains of element-wise operators, and lookups in several tables; :func:`merge` removes their
-launches and the host work around them.
+one kernel can replace are chains of element-wise operators, and lookups in several tables; :func:`merge_calls` removes
+their launches and the host work around them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def written_by(call: OperatorCall) -> set[int]:
     return {tensor.storage for tensor in tensors(values) if tensor.device != "cpu"}
 
 
-def names_in(ranks: Collection[TracedRank]) -> list[str]:
+def operator_names(ranks: Collection[TracedRank]) -> list[str]:
     """Names of the operators that launch something, the most frequent first."""
     counts: dict[str, int] = {}
     for rank in ranks:
@@ -169,7 +169,7 @@ class MergedCalls:
     work: tuple[DeviceWork, ...]
 
 
-def merge(
+def merge_calls(
     rank: RankGraph,
     merged: Iterable[MergedCalls],
     homes: Mapping[int, int],
@@ -195,7 +195,7 @@ def merge(
             continue
         number = max(calls, default=-1) + 1
         anchor = calls.get(group.anchor) or CallInfo(group.anchor, group.name)
-        calls[number] = CallInfo(number, group.name, anchor.phase, group.anchor, anchor.module)
+        calls[number] = CallInfo(number, group.name, anchor.phase, group.anchor, anchor.module, line=anchor.line)
         before = [record for call in group.calls for record in operators.get(call, ())]
         durations = _durations(members, before, group.work, ratio)
         replaced |= {task.id: () for task in members}

@@ -27,7 +27,7 @@ from fusion.comparing.output_errors import output_errors
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, TensorInfo
 from fusion.relax.onnx.model_file import opset_of
-from fusion.relax.onnx.preparation import drop_unread_results, half_types, holds_half, widened
+from fusion.relax.onnx.preparation import change_types, drop_unread_results, half_types, holds_half
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -98,7 +98,7 @@ class DoubleModel:
         from fusion.acceptance.reference_operators import OPERATORS
 
         self.unit = HALF_UNIT if holds_half(model.graph) else SINGLE_UNIT
-        double = widened(model, _floats(), TensorProto.DOUBLE)
+        double = change_types(model, _floats(), TensorProto.DOUBLE)
         drop_unread_results(double.graph)
         usable = [each for each in OPERATORS if _fits(each.__name__, opset_of(model))]
         try:
@@ -327,7 +327,7 @@ class OutputCheck:
                 given = {name: actual[name]} if name in actual else {}
                 errors = output_errors(given, {name: expected.runtime[name]})
                 share, error = _share(errors.max_relative_error, self.tolerance), errors.max_abs_error
-                step = step_of(expected.runtime[name]) if self.in_steps else None
+                step = output_step(expected.runtime[name]) if self.in_steps else None
                 if step is not None:
                     share = _share(error, ONE_STEP * step)
             else:
@@ -389,7 +389,7 @@ def prepare_check(
         return OutputCheck(model, plain, 0.0, interface, tolerance, str(error), in_steps=in_steps)
 
 
-def step_of(output: np.ndarray) -> float | None:
+def output_step(output: np.ndarray) -> float | None:
     """Smallest difference of two values of an 8-bit output times a scale, or None if the output cannot be one."""
     values = np.unique(output.astype(np.float64))
     if not 1 < values.size <= 256 or not np.isfinite(values).all():

@@ -313,19 +313,6 @@ class ReadModel(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def analyze_model(
-    model: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    machine: str | None,
-    threads: int | None,
-    say: Say,
-    batch: int | None = None,
-    precision: str = FLOAT32,
-) -> NetworkAnalysis:
-    """Analyse an ONNX file with its layers in ``precision``; quantised models keep their own precision."""
-    return analyze_in(precision, *read_graph(model, shapes, machine, threads, say, batch, precision))
-
-
 def read_graph(
     model: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -389,7 +376,7 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     """
     roofline = RooflineModel(machine, cpu.threads, network_bytes(graph))
     sites = find_sites(graph, cpu)
-    seconds = predict(sites, cost_model or roofline)
+    seconds = predict_seconds(sites, cost_model or roofline)
     explain = cache(roofline.explain)
     tunable = [site for site in sites if not is_hopeless(site, seconds, explain)]
     plan = select(graph, tunable, seconds)
@@ -405,7 +392,7 @@ def network_bytes(graph: Graph) -> float:
     return float(sum(node.operator.weight_bytes + node.operator.output_bytes for node in graph.nodes))
 
 
-def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, float]:
+def predict_seconds(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, float]:
     """Predicted seconds of every site's kernel and of the kernels it replaces."""
     operators: dict[Operator, None] = {}
     for site in sites:

@@ -1,7 +1,7 @@
 """``FuseConvPairs``: a TVM pass that fuses pairs of convolutions into one kernel each.
 
 The decision is made by the analyzer (by the roofline of a machine) or, with a database of tuning records, by
-measurements. Documented in ``docs/relax-pass.md``.
+measurements. Documented in ``docs/tutorials/tvm-pipeline.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from costmodel.cost_model import CostModel
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
-from fusion.analysis.analyzer import is_hopeless, network_bytes, predict
+from fusion.analysis.analyzer import is_hopeless, network_bytes, predict_seconds
 from fusion.analysis.target_machine import machine_for
 from fusion.model.conv_graph import FusionPlan, Graph, Site, find_sites, select, unfused_seconds
 from fusion.relax.extract import extract_graph
@@ -98,7 +98,7 @@ class FuseConvPairs:
         if self.store is not None:
             return sites, _measured(sites, self.store)
         model = self._model(graph)
-        seconds = predict(sites, model)
+        seconds = predict_seconds(sites, model)
         if not isinstance(model, RooflineModel):
             return sites, seconds
         return [site for site in sites if not is_hopeless(site, seconds, model.explain)], seconds

@@ -33,8 +33,8 @@ class Target:
 
     @cached_property
     def machine_differs(self) -> str | None:
-        """Warning that the machine is not this CPU (:func:`another_cpu`), or None."""
-        return another_cpu(self.machine)
+        """Warning that the machine is not this CPU (:func:`other_cpu_warning`), or None."""
+        return other_cpu_warning(self.machine)
 
     @cached_property
     def not_run_here(self) -> str | None:
@@ -70,7 +70,7 @@ def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
     return machine
 
 
-def another_cpu(machine: Machine, here: Host | None = None) -> str | None:
+def other_cpu_warning(machine: Machine, here: Host | None = None) -> str | None:
     """Warning that ``machine`` is not the CPU that kernels are built for and measured on, or None."""
     own = here or host_identity()
     described = machine.host

@@ -39,7 +39,7 @@ Shapes = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME=1,3,224,224",
-        help="Shape of an open input; repeatable. To `tune` alone one input may be given again: another profile.",
+        help="Shape of an open input; repeatable. `tune` takes several shapes of one input, a profile each.",
     ),
 ]
 BatchOption = Annotated[
@@ -47,7 +47,7 @@ BatchOption = Annotated[
 ]
 BatchesOption = Annotated[
     list[int] | None,
-    typer.Option("--batch", min=1, help="Batch size, as for `analyze`; given again: another profile."),
+    typer.Option("--batch", min=1, help="Batch size of a static model; repeatable: a profile each."),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads; default: the cores of this process.")]
 MachineName = Annotated[
@@ -125,8 +125,8 @@ def analyze(
 @guarded("stopped; what was measured so far is kept")
 def tune(
     model: ModelOption,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
-    trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the build into.")],
+    trials: Annotated[int, typer.Option(min=1, help="Configurations to measure per kernel.")] = 64,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Time limit in minutes, everything included.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
@@ -148,7 +148,7 @@ def tune(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Largest error of an output by shorter types, over its largest value; default: 0.01 for auto.",
+            help="Largest error that shorter types may cause, over an output's largest value; default: 0.01 for auto.",
         ),
     ] = None,
     calibration: Annotated[
@@ -248,7 +248,7 @@ def compare(
     against: Annotated[
         str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
     ] = ",".join(DEFAULT),
-    model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
+    model: Annotated[Path | None, typer.Option(help="ONNX file, if it was moved since `tune`.")] = None,
     quantized: QuantizedFile = None,
     data: Annotated[
         Path | None,
@@ -334,7 +334,7 @@ def quantize(
 @app.command()
 @guarded()
 def doctor(json_: JsonOption = False) -> None:
-    """Looks whether all that tuning needs is here; status 1, and what to do, where something is broken."""
+    """Check the installation; status 1, and what to do, if something is broken."""
     from fusion.commands.doctor import doctor_command
 
     doctor_command(json_)

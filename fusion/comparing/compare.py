@@ -41,11 +41,19 @@ from fusion.comparing.timing import (
     MeasuredEngines,
     NotMeasured,
     Sampling,
-    measure,
+    measure_engines,
     quantized_file,
     quantized_from,
 )
-from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, model_file, read_artifact
+from fusion.model.build_folder import (
+    MODEL,
+    UNFUSED_MODULE,
+    Artifact,
+    check_runnable,
+    file_digest,
+    model_file,
+    read_artifact,
+)
 from fusion.model.named_arrays import Arrays, DeclaredInput, TensorInfo, random_arrays, read_calibration
 
 # Maximum number of user samples for measuring errors.
@@ -165,7 +173,7 @@ def compare_command(
             crew.hire(spec)
         _require_tuned(crew)
         try:
-            measured = measure(crew.workers(order), TUNED, sampling or Sampling(), each_round)
+            measured = measure_engines(crew.workers(order), TUNED, sampling or Sampling(), each_round)
         except EngineFailed as error:
             raise InputError(
                 f"{build_dir}: the tuned model failed while it was timed: {error}; tune the model again on this machine"
@@ -235,7 +243,7 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
     refusal = find_refusal(path, "model", f"the model of {artifact.directory} is not there")
     if refusal is not None:
         raise InputError(f"{path}: {refusal}; name it with --model")
-    found = digest(path)
+    found = file_digest(path)
     if found != manifest.model_sha256 and (own is None or quantized_from(own) != found):
         raise InputError(f"{path}: is not the model that {artifact.directory} was built from; tune it again")
     workload = build_workload(artifact, threads_to_use(threads, manifest.threads))

@@ -80,7 +80,7 @@ class TorchEngine:
         warnings.simplefilter("ignore")
         import torch
 
-        from fusion.comparing.torch_graph import convert, fold_batch_norms, require_bfloat16
+        from fusion.comparing.torch_graph import convert_to_torch, fold_batch_norms, require_bfloat16
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
@@ -90,7 +90,7 @@ class TorchEngine:
             version = f"{version}, {require_bfloat16()}"
         examples = random_arrays(workload.inputs)
         outputs = tuple(info.name for info in workload.outputs)
-        converted = convert(workload.model, examples, outputs)
+        converted = convert_to_torch(workload.model, examples, outputs)
         graph = fold_batch_norms(converted) if self.fold else converted
         compiled: dict[str, TorchModel] = {}
         failed: dict[str, str] = {}

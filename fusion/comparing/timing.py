@@ -23,7 +23,7 @@ from costmodel.base.output_files import write_whole
 from fusion.comparing.engine import REFERENCE, EngineSpec, EngineWorkload, Unavailable
 from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
-from fusion.model.build_folder import Artifact, digest
+from fusion.model.build_folder import Artifact, file_digest
 from fusion.model.conv_graph import INT8
 from fusion.model.named_arrays import Arrays, TensorInfo
 from fusion.relax.onnx.model_file import load_model
@@ -83,7 +83,7 @@ class MeasuredEngines:
     failures: Mapping[str, str]
 
 
-def measure(
+def measure_engines(
     engines: Mapping[str, TimedEngine],
     baseline: str,
     sampling: Sampling,
@@ -289,7 +289,7 @@ def _found(model: Path, built: Sequence[Path]) -> Path:
 
     if is_quantised(onnx.load(str(model), load_external_data=False).graph):
         return model
-    own = digest(model)
+    own = file_digest(model)
     made = next((each for each in built if quantized_from(each) == own), None)
     if made is not None:
         return made

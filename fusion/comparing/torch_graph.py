@@ -32,7 +32,7 @@ _PADDING = 4  # index of the padding in a convolution's arguments: data, weight,
 _READS = (aten.resolve_conj.default, aten.resolve_neg.default)
 
 
-def convert(path: Path, examples: Mapping[str, np.ndarray], outputs: Sequence[str]) -> GraphModule:
+def convert_to_torch(path: Path, examples: Mapping[str, np.ndarray], outputs: Sequence[str]) -> GraphModule:
     """Convert the model of ``path`` for the shapes of ``examples``; the module takes them in order and returns a tuple.
 
     Raises ``Unavailable`` with the converter's reason, e.g. an unsupported operator.

@@ -130,11 +130,11 @@ def model_file(artifact: Artifact) -> Path | None:
     """
     path = Path(artifact.manifest.model_path)
     places = (path, artifact.directory / path.name, artifact.directory.parent / path.name)
-    unchanged = (each for each in places if each.is_file() and digest(each) == artifact.manifest.model_sha256)
+    unchanged = (each for each in places if each.is_file() and file_digest(each) == artifact.manifest.model_sha256)
     return next(unchanged, None)
 
 
-def describe(
+def make_manifest(
     model: Path,
     inputs: tuple[TensorInfo, ...],
     outputs: tuple[TensorInfo, ...],
@@ -147,7 +147,7 @@ def describe(
     """Create the manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
     return Manifest(
         model_path=str(model.resolve()),
-        model_sha256=digest(model),
+        model_sha256=file_digest(model),
         inputs=inputs,
         outputs=outputs,
         mcpu=cpu.mcpu,
@@ -179,7 +179,7 @@ def stage_build(
     """Write the files of a build into the empty folder ``stage``; return its manifest with their digests."""
     for name, executable in executables.items():
         executable.export_library(str(stage / name))
-    files = {name: digest(stage / name) for name in executables}
+    files = {name: file_digest(stage / name) for name in executables}
     layers = {name: tuple(getattr(executable, "layers", ())) for name, executable in executables.items()}
     told = {name: names for name, names in layers.items() if names}
     complete = Manifest(**{**_shallow(manifest), "files": files, "layers": told})
@@ -241,7 +241,7 @@ def read_artifact(directory: Path) -> Artifact:
     for name, expected in manifest.files.items():
         path = directory / name
         try:
-            actual = digest(path)
+            actual = file_digest(path)
         except OSError as error:
             raise InputError(f"{path}: {os_reason(error)}; tune the model again (records are reused)") from error
         if actual != expected:
@@ -268,7 +268,7 @@ def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_
         )
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with open_file(path, "library") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -318,14 +318,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    from costmodel.machines.record_file import to_record
+    from costmodel.machines.record_file import convert_record
 
     fields = read_fields(path)
     if fields.get("profiles"):
         folders = ", ".join(str(path.parent / name) for name in fields["profiles"])
         raise InputError(f"{path.parent}: holds a build for each of several input shapes; name one: {folders}")
     try:
-        return to_record(fields, Manifest, path, InputError)
+        return convert_record(fields, Manifest, path, InputError)
     except InputError as error:
         raise InputError(f"{error}; tune the model again") from None
 
@@ -398,7 +398,7 @@ def write_profiles(directory: Path, builds: Sequence[ProfileBuild], summary: Map
         for build in builds:
             (stage / build.folder).mkdir()
             stage_build(stage / build.folder, build.manifest, build.executables, build.summary)
-        digests = {name: digest(stage / name / MANIFEST) for name in names}
+        digests = {name: file_digest(stage / name / MANIFEST) for name in names}
         for name in names:
             (directory / name).mkdir(exist_ok=True)
             install_build(stage / name, directory / name)
@@ -427,7 +427,7 @@ def read_profiles(directory: Path) -> list[Artifact]:
         raise InputError(f"{index}: damaged, its profiles are no plain folder names; tune the model again")
     found = [read_artifact(directory / name) for name in profiles]
     for artifact, expected in zip(found, profiles.values(), strict=True):
-        if digest(artifact.directory / MANIFEST) != expected:
+        if file_digest(artifact.directory / MANIFEST) != expected:
             found_file = artifact.directory / MANIFEST
             raise InputError(f"{found_file}: is not the one that {index} lists; tune the model again")
     return found

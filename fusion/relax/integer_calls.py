@@ -110,7 +110,7 @@ class ByteResize:
         return pixels, weights
 
 
-def resized(data: np.ndarray, step: ByteResize, factors: np.ndarray) -> np.ndarray:
+def compute_resize(data: np.ndarray, step: ByteResize, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`ByteResize` in NumPy: the specification. ``v = (byte - f0) f1`` is weighted and summed pixel by
     pixel; the sum over ``f2`` is rounded to nearest, ties to even (with ``cut_off``: the sum is rounded towards zero),
     ``f3`` is added, and the result is clipped to ``f4 .. f5``.
@@ -260,7 +260,7 @@ class Quantisation:
 
 
 def addition_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
-    """Return the factors of :func:`paired` for a sum: two ratios of scales, the constant term, bounds, 0, and the
+    """Return the factors of :func:`compute_pair` for a sum: two ratios of scales, the constant term, bounds, 0, and the
     offset.
     """
     offset = _common_offset(left, right, result)
@@ -271,8 +271,8 @@ def addition_factors(left: Quantisation, right: Quantisation, result: Quantisati
 
 
 def product_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
-    """Return the factors of :func:`paired` for a product: zero points, result zero point, bounds, ratio of scales,
-    offset.
+    """Return the factors of :func:`compute_pair` for a product: zero points, result zero point, bounds, ratio of
+    scales, offset.
     """
     offset = _common_offset(left, right, result)
     ratio = np.float32(left.scale * right.scale) / result.scale
@@ -289,7 +289,7 @@ def _common_offset(*quantisations: Quantisation) -> int:
 
 
 def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.ndarray:
-    """Return the factors of :func:`averaged`: sum of the zero points, ratio of scales, result zero point, bounds
+    """Return the factors of :func:`compute_mean`: sum of the zero points, ratio of scales, result zero point, bounds
     relative to it.
     """
     ratio = data.scale / np.float32(result.scale * np.float32(pixels))
@@ -298,7 +298,7 @@ def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.nd
 
 
 def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
-    """Return the factors of :func:`windows_averaged`: zero point and scale of the data, scale and zero point of the
+    """Return the factors of :func:`compute_window`: zero point and scale of the data, scale and zero point of the
     result, bounds, and the offset.
     """
     offset = _common_offset(data, result)
@@ -307,13 +307,13 @@ def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
 
 
 def resize_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
-    """Return the factors of :func:`resized`: zero point and scale of the data, scale and zero
+    """Return the factors of :func:`compute_resize`: zero point and scale of the data, scale and zero
     point of the result, and its bounds.
     """
     return np.array([data.zero, data.scale, result.scale, result.zero, result.low, result.high], np.float32)
 
 
-def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
+def compute_pair(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`BytePair` in NumPy: the specification.
 
     After subtraction of the offset ``f6`` from the bytes, a sum is ``left f0 + (right f1 + f2)``, each multiply-add
@@ -329,7 +329,7 @@ def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndar
     return (np.rint(np.clip(value, low, high)) + offset).astype(np.uint8)
 
 
-def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
+def compute_mean(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`ByteMean` in NumPy: ``(sum - f0) f1`` clipped to ``f3 .. f4``, rounded to
     nearest, plus ``f2``.
     """
@@ -339,7 +339,7 @@ def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return (np.rint(np.clip(value, low, high)) + zero).astype(np.uint8)
 
 
-def windows_averaged(data: np.ndarray, step: ByteWindow, factors: np.ndarray) -> np.ndarray:
+def compute_window(data: np.ndarray, step: ByteWindow, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`ByteWindow` in NumPy: ``(byte - f0) f1`` is summed pixel by pixel, row by row; the sum is
     divided by the number of pixels and by ``f2``, and ``f3`` is added, each operation rounded to FP32. The result is
     clipped to ``f4 .. f5``, rounded to nearest, ties to even, and the offset ``f6`` is added.

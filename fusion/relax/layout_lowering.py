@@ -40,7 +40,7 @@ def lower(
     ``plan`` must come from the graph of this very module. Nodes in no group, and groups that no template covers, stay
     unchanged; ``KeyError`` for a covered operator without an entry in ``configs``. Other element-wise operators run on
     blocked tensors if their operands are blocked. ``groups_only`` leaves the rest of the module untouched and makes
-    kernels for any pipeline of TVM, not only :func:`fusion.relax.machine_code.build`.
+    kernels for any pipeline of TVM, not only :func:`fusion.relax.machine_code.build_executable`.
     """
     groups = [group for group in plan.groups if is_covered(group.operator, cpu)]
     rewriter = _Lowering(mod, function, groups, configs, cpu, groups_only)

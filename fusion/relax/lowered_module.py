@@ -17,6 +17,7 @@ from fusion.model.conv_graph import Group
 from fusion.relax.bindings import OPAQUE
 from fusion.relax.channel_moves import ChannelMove, channel_move
 from fusion.relax.integer_calls import ByteMean, BytePair, ByteResize, ByteStep, ByteTable, ByteWindow
+from fusion.relax.kernels.bytes import byte_resize_kernel as byte_resize_kernel
 from fusion.relax.kernels.bytes import (
     channel_table_kernel,
     gate_kernel,
@@ -25,7 +26,6 @@ from fusion.relax.kernels.bytes import (
     table_kernel,
     window_kernel,
 )
-from fusion.relax.kernels.bytes import resize_kernel as byte_resize_kernel
 from fusion.relax.kernels.layouts import blocked_to_rows, rows_to_blocked, to_blocked, to_plain
 from fusion.relax.kernels.reductions import (
     GroupNorm2d,

@@ -327,7 +327,7 @@ class CompiledModule:
         return self.machine()[f"bound_{function}"]
 
 
-def build(
+def build_executable(
     mod: tvm.IRModule, cpu: CpuTarget, objects: KernelObjects | None = None, emulated: bool = False
 ) -> CompiledModule:
     """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``.

@@ -162,7 +162,7 @@ class TuningDisplay:
 
     def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
         """Show a trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
-        line = describe(state, network_seconds, self._end - time.monotonic())
+        line = progress_line(state, network_seconds, self._end - time.monotonic())
         if self._told is not None or not self._console.is_terminal:
             now = time.monotonic()
             if now - self._printed >= PLAIN_INTERVAL_SECONDS:
@@ -192,7 +192,7 @@ class TuningDisplay:
         self.finish_trials()
 
 
-def describe(state: TuningProgress, network_seconds: float | None, left: float = math.inf) -> str:
+def progress_line(state: TuningProgress, network_seconds: float | None, left: float = math.inf) -> str:
     """``tuning 47 kernels, trial 120/2000, best kernels so far 2.310 ms, 1:20 left``.
 
     ``left``: seconds left of the whole job; if infinite, those of the search are shown.

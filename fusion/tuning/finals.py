@@ -26,7 +26,7 @@ from fusion.comparing.timing import (
     NotMeasured,
     Sampling,
     TimedEngine,
-    measure,
+    measure_engines,
     quantized_file,
 )
 from fusion.model.conv_graph import FusionPlan, cover, unfused_plan, unfused_seconds
@@ -157,7 +157,7 @@ def race(
     engines = {name: engine for name, (_, engine) in networks.items()}
     baseline = UNFUSED_NETWORK if UNFUSED_NETWORK in networks else next(iter(networks))
     started = time.monotonic()
-    first = measure({**engines, **others}, baseline, sampling, end=end)
+    first = measure_engines({**engines, **others}, baseline, sampling, end=end)
     round_seconds = (time.monotonic() - started) / len(first.timings[baseline].rounds)
     rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
     repeats = 1
@@ -165,7 +165,7 @@ def race(
         if time.monotonic() + LEAST_ROUNDS * round_seconds > end:
             break
         say("networks are close: comparing them again")
-        again = measure({name: engines[name] for name in rounds}, baseline, sampling, end=end)
+        again = measure_engines({name: engines[name] for name in rounds}, baseline, sampling, end=end)
         rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
         repeats += 1
     entries = [_entry(name, networks[name][0], rounds, baseline) for name in rounds]

@@ -25,8 +25,8 @@ from fusion.model.build_folder import (
     MODEL,
     UNFUSED_MODULE,
     ProfileBuild,
-    describe,
     describe_inputs,
+    make_manifest,
     output_directory,
     read_artifact,
 )
@@ -50,10 +50,10 @@ from fusion.tuning.network_check import (
     CAREFUL,
     NetworkCheck,
     build_network,
+    engine_workload,
     first_check,
-    started,
-    started_reference,
-    workload,
+    start_in_process,
+    start_reference,
 )
 from fusion.tuning.precision import PrecisionPlan, PrecisionReport, precision_plan, with_raced
 from fusion.tuning.quantization import Quantised, quantised_plan
@@ -309,7 +309,7 @@ class TuningJob:
         file, model, target, check = self.network.file, self.network.model, self.network.target, self.check
         # Start the processes in this thread: they end with the thread that started them.
         loading = stack.enter_context(ThreadPoolExecutor(len(networks) + 1))
-        runtime, load = stack.enter_context(started_reference(file, model, target, check.scratch))
+        runtime, load = stack.enter_context(start_reference(file, model, target, check.scratch))
         pending = [loading.submit(load)]
         loaded = _Loaded(runtime, {}, {}, {})
         for network in networks:
@@ -320,7 +320,7 @@ class TuningJob:
                 executable = BuiltLibrary(first.library, first.memory)
             else:
                 executable = build_network(file, model, network.plan, network.configs, target.cpu, check.objects)
-            worker, load = stack.enter_context(started(file, model, executable, directory, target))
+            worker, load = stack.enter_context(start_in_process(file, model, executable, directory, target))
             pending.append(loading.submit(load))
             loaded.workers[network.name] = worker
             loaded.libraries[network.name] = directory / MODEL
@@ -371,7 +371,7 @@ class TuningJob:
         import tvm
 
         network, result = self.network, self.result
-        manifest = describe(
+        manifest = make_manifest(
             network.file, network.model.inputs, network.model.outputs, network.cpu, tvm.__version__,
             precision=precision_of(network.graph),
         )  # fmt: skip
@@ -459,7 +459,7 @@ class TuningJob:
 
     def workload(self) -> EngineWorkload:
         """Workload of the model for other engines."""
-        return workload(self.network.file, self.network.model, self.network.target, self.scratch)
+        return engine_workload(self.network.file, self.network.model, self.network.target, self.scratch)
 
     def of(self, network: Network, tuned: TunedKernels, check: NetworkCheck) -> TuningJob:
         """This job for ``network``, the model with other layers in a shorter type."""

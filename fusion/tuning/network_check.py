@@ -30,7 +30,7 @@ from fusion.acceptance.output_check import (
 from fusion.comparing.engine import ENGINES, REFERENCE, TUNED, EngineWorkload, Unavailable
 from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import OutputErrors, probes
-from fusion.model.build_folder import CACHE, MODEL, Executable, describe, write_artifact
+from fusion.model.build_folder import CACHE, MODEL, Executable, make_manifest, write_artifact
 from fusion.model.conv_graph import BFLOAT16, INT8, FusionPlan, cover, layers_in, precision_of, select, stored_in
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
@@ -190,7 +190,7 @@ class NetworkCheck:
     ) -> tuple[Verdict, CheckedNetwork]:
         """Check a given build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
-        with loaded(self.subject.path, self.subject.model, executable, directory, self.target) as worker:
+        with load_in_process(self.subject.path, self.subject.model, executable, directory, self.target) as worker:
             computed, run_seconds = self._computed(network, worker)
             verdict = self.outputs.require(network, computed)
             self.require_budget(network, worker)
@@ -318,7 +318,7 @@ def subject_of(network: Network, scratch: Path) -> tuple[Subject, ModelProto]:
     exposed = expose(static)
     if exposed is None:
         return Subject(network.file, network.model, network.graph, network.sites), static
-    subject = exposed_subject(exposed, scratch / "exposed.onnx", network.cpu)
+    subject = import_exposed(exposed, scratch / "exposed.onnx", network.cpu)
     return subject.stored(layers_in(network.graph, BFLOAT16), BFLOAT16, network.cpu), exposed
 
 
@@ -395,7 +395,7 @@ def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, sc
     return file
 
 
-def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
+def import_exposed(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
     """Write ``model`` to ``path`` and import it."""
     from fusion.model.conv_graph import find_sites
     from fusion.relax.extract import extract_graph
@@ -444,11 +444,11 @@ def build_network(
     Raises ``ModelError`` if it cannot. ``objects``: compiled kernels of other networks, to which new ones are added.
     """
     from fusion.relax.layout_lowering import lower
-    from fusion.relax.machine_code import build
+    from fusion.relax.machine_code import build_executable
 
     covered = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     try:
-        return build(lower(model.mod, covered, configs, cpu), cpu, objects)
+        return build_executable(lower(model.mod, covered, configs, cpu), cpu, objects)
     except ProjectError:
         raise
     except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
@@ -456,29 +456,29 @@ def build_network(
 
 
 @contextmanager
-def loaded(
+def load_in_process(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[Worker]:
     """A build in ``directory``, loaded in its own process."""
-    with started(path, model, executable, directory, target) as (worker, load):
+    with start_in_process(path, model, executable, directory, target) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
-def started(
+def start_in_process(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
     """A build in ``directory``, its process, and a function that loads it there and can be called from any thread."""
     import tvm
 
-    manifest = describe(path, model.inputs, model.outputs, target.cpu, tvm.__version__)
+    manifest = make_manifest(path, model.inputs, model.outputs, target.cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
     with Worker(ENGINES[TUNED], target.threads_here) as worker:
 
         def load() -> None:
             try:
-                worker.prepare(workload(path, model, target, directory), PREPARE_TIMEOUT_SECONDS)
+                worker.prepare(engine_workload(path, model, target, directory), PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(
                     f"{path}: the compiled model cannot be loaded: {error}; "
@@ -496,13 +496,13 @@ def reference_worker(
 
     Raises ``TuningError`` if it cannot run the model.
     """
-    with started_reference(path, model, target, scratch, file, exact=True) as (worker, load):
+    with start_reference(path, model, target, scratch, file, exact=True) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
-def started_reference(
+def start_reference(
     path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None, exact: bool = False
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
     """A process of ONNX Runtime, and a function that loads the model there and can be called from any thread.
@@ -517,7 +517,7 @@ def started_reference(
 
         def load() -> None:
             try:
-                given = replace(workload(file or path, model, target, scratch), exact=exact)
+                given = replace(engine_workload(file or path, model, target, scratch), exact=exact)
                 worker.prepare(given, PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(_not_run(path, str(error))) from error
@@ -529,7 +529,7 @@ def _not_run(path: Path, reason: str) -> str:
     return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}; export it again"
 
 
-def workload(path: Path, model: ImportedModel, target: Target, build: Path) -> EngineWorkload:
+def engine_workload(path: Path, model: ImportedModel, target: Target, build: Path) -> EngineWorkload:
     """Engine workload of the model."""
     return EngineWorkload(
         model=path,

@@ -20,7 +20,7 @@ from costmodel.base.output_files import check_writable, write_whole
 from fusion.acceptance.error_budget import GIVEN_OUT, BudgetInputs, PrecisionChoice, RoundedLimit, sensitivities
 from fusion.acceptance.rounded_layers import ByteRounding, rounded_runs, switched_model
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
-from fusion.model.build_folder import digest
+from fusion.model.build_folder import file_digest
 from fusion.model.conv_graph import FLOAT32, INT8
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import (
@@ -106,10 +106,10 @@ def quantize_model(
     if not held_out:
         say(ONE_SAMPLE)
     result = quantized(model, loaded, data, calibrated, options or QuantizationOptions(), say)
-    set_origin(result, digest(model))
+    set_origin(result, file_digest(model))
     content = result.SerializeToString()
     say("comparing the outputs of both")
-    errors = compared(model, content, data, held_out or calibrated)
+    errors = compare_outputs(model, content, data, held_out or calibrated)
     try:
         write_whole(target, content)
     except OSError as error:
@@ -129,7 +129,7 @@ def quantize_model(
     )
 
 
-def compared(model: Path, quantised: bytes, data: CalibrationData, calls: Sequence[int]) -> OutputErrors:
+def compare_outputs(model: Path, quantised: bytes, data: CalibrationData, calls: Sequence[int]) -> OutputErrors:
     """Errors of the ``quantised`` model against the float one in ``model`` on ``calls`` of ``data``, by ONNX Runtime.
 
     Raises ``ModelError`` if it cannot run one of them.
@@ -359,7 +359,7 @@ def _choosing(
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.model_file import load_model
     from fusion.relax.onnx.preparation import prepare
-    from fusion.relax.onnx.quantised_model import float_form, with_what_follows
+    from fusion.relax.onnx.quantised_model import float_form, with_followers
 
     assert request.calibration is not None, "who quantises has samples"
     profile = request.profiles[0]
@@ -380,4 +380,4 @@ def _choosing(
             plan = PrecisionPlan(INT8, layers, RoundedLimit(runs, measured, limit), INT8)
             chooser = PrecisionChooser(graph, target, plan, seconds)
             sensitivity = sensitivities(measured, switched.layers, seconds)
-            yield chooser, sensitivity, lambda kept: with_what_follows(form, [switched.nodes[name] for name in kept])
+            yield chooser, sensitivity, lambda kept: with_followers(form, [switched.nodes[name] for name in kept])

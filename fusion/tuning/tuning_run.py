@@ -25,7 +25,7 @@ from fusion.model.build_folder import (
     STAGING,
     UNFUSED_MODULE,
     ProfileBuild,
-    describe,
+    make_manifest,
     output_directory,
     write_profiles,
     write_single,
@@ -43,7 +43,7 @@ from fusion.tuning.network import (
     plausible_sites,
     read_networks,
 )
-from fusion.tuning.network_check import CheckCost, NetworkCheck, build_network, loaded
+from fusion.tuning.network_check import CheckCost, NetworkCheck, build_network, load_in_process
 from fusion.tuning.precision import PrecisionReport
 from fusion.tuning.quantization import QUANTISING, quantised_request
 from fusion.tuning.summary import document, profiles_document
@@ -156,7 +156,7 @@ class AnotherCpuJob(TuningJob):
 
         self.display.stage("building")
         network, tuned, check = self.network, self.tuned, self.checked
-        self.choice = choice = choose(network, tuned)
+        self.choice = choice = choose_network(network, tuned)
         plain = unfused_plan(network.graph)
         apart = complete_configs(plain, network.guesses, choice.configs, tuned.unsolved)
         chosen: Mapping[Operator, Config] = choice.configs
@@ -177,7 +177,7 @@ class AnotherCpuJob(TuningJob):
         network = self.network
         with (
             tempfile.TemporaryDirectory(prefix="final-", dir=self.scratch) as directory,
-            loaded(network.file, network.model, built, Path(directory), network.target) as worker,
+            load_in_process(network.file, network.model, built, Path(directory), network.target) as worker,
         ):
             return check.require("built", worker)
 
@@ -186,7 +186,7 @@ class AnotherCpuJob(TuningJob):
 
         network = self.network
         summary = self.summary()
-        manifest = describe(
+        manifest = make_manifest(
             network.file, network.model.inputs, network.model.outputs, network.cpu, tvm.__version__,
             measured=False, checked=self.checked is not None, precision=precision_of(network.graph),
         )  # fmt: skip
@@ -231,7 +231,7 @@ class AnotherCpuJob(TuningJob):
         return [*found, *float_layer_notes(network.model.in_floats)]
 
 
-def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
+def choose_network(network: Network, tuned: TunedKernels) -> PredictedNetwork:
     """Network selected by kernel times; for kernels without a record, time and configuration are predicted."""
     from costmodel.cost_model import Measurement
     from schedules.kernels.template_table import template_for
@@ -256,7 +256,9 @@ def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
     return PredictedNetwork(plan, complete_configs(plan, network.guesses, configs, tuned.unsolved), tuple(unknown))
 
 
-def another_cpu(request: TuneRequest, stack: ExitStack, display: TuningDisplay) -> tuple[Target, RemoteRunner | None]:
+def open_other_cpu(
+    request: TuneRequest, stack: ExitStack, display: TuningDisplay
+) -> tuple[Target, RemoteRunner | None]:
     """CPU of ``request.target``, or of the servers at ``request.tracker`` with a runner that is open until ``stack``
     ends.
 
@@ -335,7 +337,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     request.require_valid()
     with ExitStack() as stack:
         if request.elsewhere:
-            target, runner = another_cpu(request, stack, display)
+            target, runner = open_other_cpu(request, stack, display)
         else:
             threads_to_use(request.threads, 1)  # reject a number of threads that cannot be measured, for any machine
             target, runner = this_cpu(request.machine, request.threads, display.say), None

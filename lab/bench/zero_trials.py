@@ -30,7 +30,7 @@ from fusion.comparing.compare import build_workload
 from fusion.comparing.engine import ENGINES, TUNED, Unavailable
 from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.timing import EngineTiming, Sampling
-from fusion.comparing.timing import measure as measure_in_turns
+from fusion.comparing.timing import measure_engines as measure_in_turns
 from fusion.model.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
 from fusion.model.named_arrays import random_arrays
 from lab.bench.models import tune

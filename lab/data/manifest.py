@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from costmodel.base.errors import InputError, MissingDependencyError, OutputError, Say
-from costmodel.base.input_files import MALFORMED, digest, read_text
+from costmodel.base.input_files import MALFORMED, content_digest, read_text
 from costmodel.base.output_files import write_whole
 
 MANIFEST = Path(__file__).with_name("sources.yaml")
@@ -42,7 +42,7 @@ _FILE = ("sha256", "from", "commit", "how", "checked", "keep", "repository")
 @dataclass(frozen=True)
 class SourceFile:
     """File of a dataset. ``path``: within the data folder; ``origin``: path at ``commit`` of ``repository``;
-    ``sha256``: of the content (:func:`costmodel.base.input_files.digest`).
+    ``sha256``: of the content (:func:`costmodel.base.input_files.content_digest`).
     """
 
     path: str
@@ -132,7 +132,7 @@ def _state(path: Path, sha256: str) -> str:
     if not path.is_file():
         return "missing"
     try:
-        return "there" if digest(path) == sha256 else "different"
+        return "there" if content_digest(path) == sha256 else "different"
     except InputError:
         return "different"
 
@@ -292,7 +292,7 @@ def _place(original: Path, file: SourceFile, target: Path) -> str | None:
     staged = target.with_name(f".{target.stem}.fetched{target.suffix}")
     write_whole(staged, made)
     try:
-        found = digest(staged)
+        found = content_digest(staged)
     except InputError:
         found = "unreadable"
     if found != file.sha256:

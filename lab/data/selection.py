@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, Say
-from costmodel.base.input_files import digest
+from costmodel.base.input_files import content_digest
 from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.collectives.physics import FILE as CONSTANTS
 from costmodel.gpu.families.family import SHARES
@@ -79,7 +79,7 @@ def select(data: Path, found: Iterable[Path], fitted: Path) -> Selection:
     """Compare the files ``found`` below ``data`` with those that the fitted file ``fitted`` names."""
     names = named_in(fitted)
     present = {path.relative_to(data).as_posix(): path for path in found}
-    same = {name for name, content in names.items() if name in present and digest(present[name]) == content}
+    same = {name for name, content in names.items() if name in present and content_digest(present[name]) == content}
     return Selection(
         data,
         used=sorted(same),
@@ -94,7 +94,7 @@ def named_tables(rows: Mapping[Path, int], data: Path) -> dict[str, dict[str, di
     named: dict[str, dict[str, dict[str, Any]]] = {"tables": {}, "own": {}}
     for path, count in rows.items():
         kind, root = ("own", MEASURED) if path.is_relative_to(MEASURED) else ("tables", data)
-        named[kind][path.relative_to(root).as_posix()] = {"rows": count, "sha256": digest(path)}
+        named[kind][path.relative_to(root).as_posix()] = {"rows": count, "sha256": content_digest(path)}
     return {kind: files for kind, files in named.items() if files}
 
 

@@ -32,7 +32,7 @@ from e2e.price.host_overheads import (
     fit_table,
     load_inflation,
     load_overheads,
-    merge,
+    merge_tables,
     save_table,
 )
 from e2e.price.overhead_samples import OverheadSamples, extract
@@ -244,10 +244,10 @@ def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]
     """
     found = dict(others)
     usual = {name: table for name, table in others.items() if name != "a100-resnet50-ddp"}
-    found["pooled by sample"] = merge("pooled", list(usual.values()))
-    found["pooled by workload"] = merge("balanced", [_balanced(table) for table in usual.values()])
+    found["pooled by sample"] = merge_tables("pooled", list(usual.values()))
+    found["pooled by workload"] = merge_tables("balanced", [_balanced(table) for table in usual.values()])
     servers = [table for name, table in usual.items() if name not in NOT_SHARED]
-    found["pooled servers (shared)"] = merge("servers", servers)
+    found["pooled servers (shared)"] = merge_tables("servers", servers)
     return found
 
 

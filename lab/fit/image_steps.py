@@ -39,7 +39,7 @@ from costmodel.gpu.families.normalization import (
     plain_image_analysis,
 )
 from costmodel.gpu.families.rates import kernel_floor, uses_tensor_cores
-from costmodel.gpu.own_gpu import CountedStep, inverted, read_inventory
+from costmodel.gpu.own_gpu import CountedStep, invert_factors, read_inventory
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
@@ -167,7 +167,7 @@ def invert(table: StepTable, mask: np.ndarray | None = None) -> dict[str, float]
     use = np.ones(len(table.measured), dtype=bool) if mask is None else mask
     seconds, target = table.seconds[use], np.log(table.measured[use])
     mapping, precision = _hierarchy(table.classes)
-    logs = inverted(seconds, target, mapping, precision, _STEP_SIGMA)
+    logs = invert_factors(seconds, target, mapping, precision, _STEP_SIGMA)
     return dict(zip(table.classes, logs.tolist(), strict=True))
 
 

@@ -39,13 +39,13 @@ from costmodel.gpu.fitted import (
     Fitted,
     fitted_in,
     forget_fitted,
+    level_transfer,
     residuals_for,
-    transfer,
     write_fitted,
     write_transfer,
 )
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.residual import Lattice, Residual, rising
+from costmodel.gpu.residual import Lattice, Residual, fit_monotone
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
@@ -124,7 +124,7 @@ def fit_lattice(rows: KernelRows, twins: Sequence[KernelRows]) -> Lattice:
     analytic = family.at_sizes(points, rows.machine).seconds
     seen = family.at_sizes(points, reference).matrix()
     seconds = analytic * np.exp(forest.predict(seen) + np.interp(np.log(analytic), _KNOTS, moves))
-    return Lattice(axes, rising(seconds.reshape([len(axis) for axis in axes])))
+    return Lattice(axes, fit_monotone(seconds.reshape([len(axis) for axis in axes])))
 
 
 def _own_moves(rows: KernelRows, left: np.ndarray) -> np.ndarray:
@@ -376,7 +376,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
         for table in points
         for operator, seconds in zip(table.operators, table.seconds, strict=True)
     ]
-    model = KernelModel(machine, family_of, residuals_for(machine, output), transfer(output))
+    model = KernelModel(machine, family_of, residuals_for(machine, output), level_transfer(output))
     model.fit(measurements)
     chip = machine.chip()
     known = fitted_in(output).get(machine.name)

@@ -31,7 +31,7 @@ import numpy as np
 import typer
 
 from costmodel.base.errors import InputError
-from costmodel.base.input_files import digest
+from costmodel.base.input_files import content_digest
 from costmodel.base.output_files import write_whole
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_file import load_machine
@@ -120,7 +120,7 @@ def fit_band(data: Path) -> tuple[dict[str, Any], str]:
     band = fit_speed_band(steps)
     if band is None:
         raise InputError(f"{data / TRAINING_FILE}: too few steps; give two sources or more of dense models in 16 bits")
-    table = {"file": TRAINING_FILE.as_posix(), "sha256": digest(data / TRAINING_FILE)}
+    table = {"file": TRAINING_FILE.as_posix(), "sha256": content_digest(data / TRAINING_FILE)}
     record = band_record(band)
     others = {name: each for name, each in left_out_bands(steps).items() if each is not None}
     record["left_out"] = {name: band_record(each) for name, each in others.items()}

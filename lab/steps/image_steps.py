@@ -60,7 +60,7 @@ from costmodel.gpu.own_gpu import CountedStep, write_inventory
 from e2e.capture.models.catalog import IMAGES
 from e2e.capture.models.image_models import timm_library, timm_module
 from e2e.capture.session import CapturedWorkload
-from e2e.sources.known_requests import Script
+from e2e.sources.requests import Script
 from e2e.sources.user_script import prepare
 from e2e.step.execution_graph import operator_counts
 from lab.command_line import program, run

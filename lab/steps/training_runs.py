@@ -13,7 +13,7 @@ from costmodel.base.errors import ProjectError
 from costmodel.base.output_files import user_folder, write_whole
 from costmodel.base.process import usable_cores
 from e2e.explain.intervals import Deviations, path_deviations
-from e2e.parallelism.capture_cache import digest
+from e2e.parallelism.capture_cache import capture_key
 from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
 from lab.command_line import show_progress
 from lab.steps.training import BF16, AskedStep, TrainingRow, asked_step
@@ -116,7 +116,7 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
     """Step of a row, checked and prepared by ``predict`` but unpriced; captures are cached in ``kept``."""
     from e2e.sources.built_in_model import prepare_spread
-    from e2e.sources.known_requests import SpreadModel
+    from e2e.sources.requests import SpreadModel
 
     request = SpreadModel(
         model_config=_configuration(step, kept),
@@ -139,11 +139,11 @@ def prepared(step: AskedStep, kept: Path) -> PreparedStep:
 
 
 def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
-    from e2e.sources.prepared_step import run
+    from e2e.sources.prepared_step import run_step
 
     # Parameters fitted to whole steps are excluded here: the validation decides which steps they are fitted to.
     ready = prepared(step, kept)
-    answer = run(replace(ready, band=None))
+    answer = run_step(replace(ready, band=None))
     found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
     return PredictedStep(
         found.iteration_seconds,
@@ -166,13 +166,13 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
 
 def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedStep:
     """``bare`` with the same step simulated with the band fitted without its source."""
-    from e2e.sources.prepared_step import run
+    from e2e.sources.prepared_step import run_step
 
     band = left_out_band(step.row.family)
     lost = 0.0 if band is None else band.slowdown(step.row.gpus)
     if not lost:
         return bare
-    again = run(replace(prepared(step, kept), band=band))
+    again = run_step(replace(prepared(step, kept), band=band))
     slower = path_deviations(again.graph, again.path)
     banded = {
         "seconds": again.prediction.iteration_seconds,
@@ -206,7 +206,7 @@ def _configuration(step: AskedStep, kept: Path) -> Path:
 def _key(step: AskedStep, banded: bool) -> str:
     band = left_out_band(step.row.family) if banded else None
     record: dict[str, Any] = {"step": str(step), "width": None if band is None else band.width}
-    return f"step-{digest(record)}"
+    return f"step-{capture_key(record)}"
 
 
 def _known(step: AskedStep, kept: Path, banded: bool) -> PredictedStep | None:

@@ -28,7 +28,7 @@ from lab.data.timm_steps import TimmStep, read_timm, timm_files
 from lab.validate.errors import Accuracy, accuracy, error_table, print_left_out, section_console
 
 if TYPE_CHECKING:
-    from e2e.sources.known_requests import Script
+    from e2e.sources.requests import Script
     from lab.steps.image_steps import PublishedStep
 
     MeasuredStep = TimmStep | PublishedStep
@@ -195,7 +195,7 @@ def models_section(data: Path, only: str = "") -> Validation | None:
     """
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_file import load_machine
-    from e2e.explain.predictor import Setting, predict
+    from e2e.explain.predictor import Setting, predict_graph
     from e2e.lowering.lower_trace import lower_step
     from e2e.price.host_overheads import load_overheads
     from e2e.step.options import StepOptions
@@ -218,7 +218,7 @@ def models_section(data: Path, only: str = "") -> Validation | None:
         gpu = load_machine(case.gpu)
         setting = Setting(gpu, load_overheads(architecture=gpu.chip().architecture), compiled=case.compiled)
         lowered = lower_step(traces[key], StepOptions(compile=setting.compiled))
-        prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
+        prediction = predict_graph(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(
             CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)

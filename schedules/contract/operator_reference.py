@@ -165,14 +165,14 @@ def _quantised_layer(
         else:
             activated = _activated(wide, activation, operator.epilogue.slope)
         scaled = (activated / np.float32(requantisation.step)).astype(np.float32)
-    return requantised(scaled, requantisation, residual)
+    return requantise(scaled, requantisation, residual)
 
 
 def _leaking(x: np.ndarray, slopes: np.ndarray) -> np.ndarray:
     return np.where(x < 0, x * slopes, x)
 
 
-def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np.ndarray | None = None) -> np.ndarray:
+def requantise(scaled: np.ndarray, requantisation: Requantisation, residual: np.ndarray | None = None) -> np.ndarray:
     """Bytes, as FP32, of FP32 sums that are already multiplied."""
     if (addition := requantisation.addition) is not None:
         assert residual is not None

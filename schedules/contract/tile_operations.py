@@ -71,7 +71,7 @@ def _products() -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int]:
+def tile_configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int]:
     """Tile configuration of a block as 16 words of 32 bits: ``rows`` of data and sums, with ``depth_bytes`` of data
     each.
 

@@ -34,7 +34,7 @@ from schedules.loops.config_space import (
 from schedules.loops.dot_products import dot_product
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, task_index
 from schedules.loops.register_kernels import DenseTile
-from schedules.loops.requantised_sums import initial_sums, pack_requantisation, requantisation_rows, requantised
+from schedules.loops.requantised_sums import emit_requantised, initial_sums, pack_requantisation, requantisation_rows
 from schedules.loops.tile_products import TileShape, block_cycles, has_tile_products, tile_product, tile_shapes
 
 
@@ -177,7 +177,7 @@ def store_features(
 
     def finished(read: Callable[[], Any] | None) -> Any:
         if layer.dtype == "int8":
-            return requantised(sums, read, constants, block, lanes, layer.epilogue).astype(f"uint8x{lanes}")
+            return emit_requantised(sums, read, constants, block, lanes, layer.epilogue).astype(f"uint8x{lanes}")
         return emit.finish(sums, layer.epilogue, read, lanes, coarse=layer.dtype == "bfloat16")
 
     if layer.out_features >= lanes:

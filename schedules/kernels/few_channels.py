@@ -210,7 +210,7 @@ COLUMNS_OF_A_VECTOR = (2, 4, 8, 16)
 
 
 class ColumnLanes(Template):
-    """Direct kernel of the wider convolution of ``columns`` at a time (:func:`widened`).
+    """Direct kernel of the wider convolution of ``columns`` at a time (:func:`columns_as_channels`).
 
     An output of few channels is plain, as its readers expect; others are blocked.
     """
@@ -225,7 +225,11 @@ class ColumnLanes(Template):
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         """Constants of a convolution plus the initial values of a vector of sums."""
-        lanes, wide, plain = cpu.lanes, widened(operator, self.columns), reads_plain_input(operator, cpu.lanes)
+        lanes, wide, plain = (
+            cpu.lanes,
+            columns_as_channels(operator, self.columns),
+            reads_plain_input(operator, cpu.lanes),
+        )
         shape = plain_weight_shape(wide, lanes) if plain else conv_weight_shape(wide, lanes)
         signature = conv_signature(operator, lanes, shape, plain_input=plain)
         output = TensorSpec(operator.output_shape) if _writes_plain(operator, lanes) else signature.output
@@ -234,16 +238,16 @@ class ColumnLanes(Template):
         return replace(signature, constants=constants, output=output, residual=residual)
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
-        wide = self._direct.space(widened(operator, self.columns), cpu)
+        wide = self._direct.space(columns_as_channels(operator, self.columns), cpu)
         configs = [{LANE_COLUMNS: self.columns, **config} for config in wide]
         return cheapest_first(configs, partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
-        return self._direct.cost(widened(operator, self.columns), _direct_knobs(config)._asdict(), cpu)
+        return self._direct.cost(columns_as_channels(operator, self.columns), _direct_knobs(config)._asdict(), cpu)
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,), lanes = parameters, cpu.lanes
-        wide = widened(operator, self.columns)
+        wide = columns_as_channels(operator, self.columns)
         weight = np.zeros((operator.out_channels, self.columns, *wide.weight_shape[1:]), np.float32)
         for column in range(self.columns):
             first = column * operator.stride[1]
@@ -257,7 +261,7 @@ class ColumnLanes(Template):
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, _direct_knobs(config)
-        wide = widened(conv, self.columns)
+        wide = columns_as_channels(conv, self.columns)
         bands = TiledExtent(wide.out_height, knobs.rows, knobs.row_tasks)
         plain = reads_plain_input(conv, lanes)
 
@@ -331,7 +335,7 @@ class ColumnLanes(Template):
             store_finished(output, [vector], where, conv, lanes, residual, channel=(constants, 0))
 
 
-def widened(conv: Conv2d, columns: int) -> Conv2d:
+def columns_as_channels(conv: Conv2d, columns: int) -> Conv2d:
     """``conv`` with ``columns`` neighbouring columns as channels, adjacent for each channel."""
     stride, left = conv.stride[1], conv.padding[1]
     width, kernel = -(-conv.out_width // columns), columns_reach(conv, columns)

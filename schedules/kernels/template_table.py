@@ -74,14 +74,6 @@ def template_for(operator: Operator, cpu: CpuTarget) -> Template | None:
     return next((template for template in TEMPLATES if template.covers(operator, cpu)), None)
 
 
-def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
-    """Analytic cost of ``config`` by the template of ``operator``; raises ``ValueError`` without a template."""
-    template = template_for(operator, cpu)
-    if template is None:
-        raise ValueError(f"no template covers {operator}")
-    return template.cost(operator, config, cpu)
-
-
 # Unlimited caches: the remaining cost is that of the core.
 _ENDLESS_BYTES = 2**50
 _SPLITS = ("channels", "pixels", "both")

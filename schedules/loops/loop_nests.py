@@ -28,7 +28,7 @@ from schedules.loops.dot_products import (
 )
 from schedules.loops.emit import Axis, Expr
 from schedules.loops.register_kernels import ColumnPairs, ColumnQuads, DenseTile, DepthwiseTile
-from schedules.loops.requantised_sums import JOINED, initial_sums, requantised, requantised_bytes
+from schedules.loops.requantised_sums import JOINED, emit_requantised, initial_sums, requantised_bytes
 from schedules.loops.weight_packing import channel_vectors
 
 # (output block, pixel of the tile, vectors of sums with bias of that pixel and the next ones) -> None
@@ -123,7 +123,7 @@ def _store_bytes(
         emit.store(buffer, packed, *places[0], lanes=JOINED * lanes)
         return [packed]
     pairs = zip(sums, reads, strict=True)
-    values = [T.bind(requantised(each, read, *channel, lanes, epilogue)) for each, read in pairs]
+    values = [T.bind(emit_requantised(each, read, *channel, lanes, epilogue)) for each, read in pairs]
     for value, place in zip(values, places, strict=True):
         emit.store(buffer, value.astype(f"uint8x{lanes}"), *place, lanes=lanes)
     return values

@@ -180,7 +180,7 @@ def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int,
     return tirx.reinterpret(f"int32x{lanes}", vector)
 
 
-def requantised(
+def emit_requantised(
     sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int, epilogue: Epilogue
 ) -> Any:
     """``sums`` (int32, or integers as float32) of an output ``block`` as int32 between 0 and 255, after the

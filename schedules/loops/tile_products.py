@@ -27,10 +27,10 @@ from schedules.contract.tile_operations import (
     TILE_ROWS,
     TILES,
     TileNumbers,
-    configuration,
     load_symbol,
     product_symbol,
     store_symbol,
+    tile_configuration,
     zero_symbol,
 )
 from schedules.loops import emit
@@ -90,7 +90,7 @@ class TileProduct:
     def configure(self) -> None:
         """Configure the tiles of this thread, which another kernel may have configured differently."""
         shape = self.shape
-        words = configuration(shape.numbers, shape.rows, shape.depth_bytes)
+        words = tile_configuration(shape.numbers, shape.rows, shape.depth_bytes)
         for index, word in enumerate(words):
             T.buffer_store(self._state, tirx.const(word, "int32"), [TILES * TILE_BYTES // 4 + index])
         self._call(CONFIGURE)

@@ -14,7 +14,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError, MachineError, Say, TuningError
 from costmodel.machines.machine_records import Host, Machine
-from costmodel.machines.record_file import to_record as parsed_record
+from costmodel.machines.record_file import convert_record as parsed_record
 from costmodel.operators.any_operator import to_record
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget

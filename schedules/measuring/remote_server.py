@@ -23,7 +23,7 @@ from costmodel.base.command_line import guarded, program_name
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.process import threads_to_use, usable_cores
 from costmodel.base.units import whole_number
-from costmodel.cpu.calibration import QUICK, this_cpu
+from costmodel.cpu.calibration import QUICK, read_cpu_facts
 from costmodel.cpu.calibration import calibrate as calibrate_cpu
 from costmodel.machines.machine_file import machine_record
 from costmodel.operators.any_operator import from_record
@@ -38,7 +38,7 @@ def describe(threads: int | None) -> dict[str, Any]:
     """Start the session on ``threads`` threads (default: the usable cores); return the CPU and the versions."""
     global _runner
     threads_to_use(threads, usable_cores())
-    cpu, facts = host_target(threads), this_cpu()
+    cpu, facts = host_target(threads), read_cpu_facts()
     _runner = Runner(cpu)
     return {"name": facts.name, "host": asdict(facts.host), "cpu": asdict(cpu), "versions": versions()}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.machines.machine_file import load_machine
-from e2e.explain.predictor import PredictionResult, Setting, predict
+from e2e.explain.predictor import PredictionResult, Setting, predict_graph
 from e2e.lowering.lower_trace import lower_step
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
@@ -92,7 +92,7 @@ def step() -> OperatorTrace:
 def predict_step(trace: OperatorTrace, chosen: Setting) -> PredictionResult:
     """One GPU."""
     lowered = lower_step(trace, StepOptions(compile=chosen.compiled))
-    return predict(lowered.graph, chosen, ToyCluster(nodes=1), lowered.memory, warnings=lowered.warnings)
+    return predict_graph(lowered.graph, chosen, ToyCluster(nodes=1), lowered.memory, warnings=lowered.warnings)
 
 
 def unpriced(graph: ExecutionGraph) -> ExecutionGraph:
@@ -106,7 +106,7 @@ def unpriced(graph: ExecutionGraph) -> ExecutionGraph:
 
 def predict_ranks(graph: ExecutionGraph, **options) -> PredictionResult:
     """Drawn ranks on the toy cluster."""
-    return predict(unpriced(graph), SETTING, ToyCluster(), collectives=ToyCollectives(), **options)
+    return predict_graph(unpriced(graph), SETTING, ToyCluster(), collectives=ToyCollectives(), **options)
 
 
 def reduced(compute: tuple[float, ...], size: int = 400) -> ExecutionGraph:

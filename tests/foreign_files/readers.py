@@ -308,9 +308,9 @@ def _predict(path: Path) -> object:
 def _options(path: Path) -> object:
     from costmodel.machines.machine_file import load_machine
     from e2e.parallelism.spec import parse_parallel
-    from e2e.sources.known_requests import parse_ranks
+    from e2e.sources.requests import parse_ranks
     from e2e.step.options import parse_routing
-    from e2e.sweeps.sweep_space import counts, names
+    from e2e.sweeps.sweep_space import parse_counts, parse_names
     from fusion.commands.cli import parse_shapes
     from schedules.contract.cpu_target import parse_target
 
@@ -319,8 +319,8 @@ def _options(path: Path) -> object:
         "parallel": lambda text: parse_parallel(text, 8),
         "routing": parse_routing,
         "ranks": parse_ranks,
-        "counts": lambda text: counts(text, "--gpus"),
-        "names": lambda text: names(text, "--gpu"),
+        "counts": lambda text: parse_counts(text, "--gpus"),
+        "names": lambda text: parse_names(text, "--gpu"),
         "shape": lambda text: parse_shapes([text]),
         "target": lambda text: parse_target(text, None, load_machine("xeon-amx-2c"), ()),
     }

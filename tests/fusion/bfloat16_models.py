@@ -18,7 +18,7 @@ from fusion.model.conv_graph import (
 )
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from tests.fusion.lowered_models import configs_for
 from tests.fusion.relax_models import CPU as HOST
 from tests.fusion.relax_models import inputs_of, kernel_names
@@ -55,7 +55,7 @@ def lowered(mod, fused: bool = False, keep=(), seed: int = 0):
 
 def compiled(lowered_module):
     """Machine code that this CPU runs."""
-    return build(lowered_module, replace(CPU, mcpu=HOST.mcpu), emulated=EMULATED)
+    return build_executable(lowered_module, replace(CPU, mcpu=HOST.mcpu), emulated=EMULATED)
 
 
 def whole_numbers(mod, seed: int = 1) -> list[np.ndarray]:

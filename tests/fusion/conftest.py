@@ -10,7 +10,7 @@ os.environ["FUSION_RECORDS"] = os.devnull
 
 import pytest
 
-from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, make_manifest, write_artifact
 from schedules.contract.cpu_target import host_target
 
 SHAPE = (2, 3)
@@ -52,7 +52,7 @@ def tiny_build(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
         builder.emit_func_output(relax.Tuple([total, product]))
     cpu = host_target(2)
     executable = tvm.compile(builder.get(), cpu.tvm_target())
-    manifest = describe(tiny_model, INPUTS, OUTPUTS, cpu, tvm.__version__)
+    manifest = make_manifest(tiny_model, INPUTS, OUTPUTS, cpu, tvm.__version__)
     executables = {MODEL: executable, UNFUSED_MODULE: executable}
     return write_artifact(tmp_path_factory.mktemp("tiny") / "build", manifest, executables, {"made": "for tests"})
 

@@ -10,7 +10,7 @@ from fusion.model.conv_graph import FusionPlan, find_sites, select, unfused_plan
 from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, stock
@@ -47,7 +47,7 @@ def check(mod, fused: bool = False, seed: int = 0) -> list[str]:
     result = lowered(mod, fused, seed)
     relax.analysis.well_formed(result)
     arrays = inputs_of(mod)
-    assert_close(build(result, CPU)(*arrays), stock(mod, arrays))
+    assert_close(build_executable(result, CPU)(*arrays), stock(mod, arrays))
     return kernel_names(result)
 
 
@@ -60,5 +60,5 @@ def check_canonical(mod) -> list[str]:
     result = lowered(canonicalize(mod))
     relax.analysis.well_formed(result)
     arrays = inputs_of(mod)
-    assert_close(build(result, CPU)(*arrays), stock(mod, arrays))
+    assert_close(build_executable(result, CPU)(*arrays), stock(mod, arrays))
     return kernel_names(result)

@@ -147,7 +147,7 @@ def ours(path, data, fused=False, covered=True, cpu=CPU):
     from fusion.model.conv_graph import FusionPlan, cover, find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.layout_lowering import lower
-    from fusion.relax.machine_code import build
+    from fusion.relax.machine_code import build_executable
     from fusion.relax.onnx.importer import import_onnx
     from schedules.kernels.template_table import template_for
 
@@ -166,7 +166,7 @@ def ours(path, data, fused=False, covered=True, cpu=CPU):
     plan = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     lowered = lower(imported.mod, plan, configs, cpu)
     made_here = replace(cpu, mcpu=HOST.mcpu) if cpu.lanes == 16 else cpu
-    executable = build(lowered, made_here, emulated=EMULATED and cpu.lacks("int8") is None)
+    executable = build_executable(lowered, made_here, emulated=EMULATED and cpu.lacks("int8") is None)
     library = str(path.with_suffix(".so"))
     executable.export_library(library)
     machine = relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())

@@ -13,7 +13,7 @@ from costmodel.machines.machine_file import load_machine, write_machine
 from costmodel.operators.layers import Conv2d
 from lab.records import app
 from schedules.contract.cpu_target import host_target
-from schedules.kernels.template_table import config_cost, template_for
+from schedules.kernels.template_table import template_for
 from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
@@ -31,8 +31,9 @@ SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (3
 
 
 def kernel(operator, *networks: str) -> KernelRecords:
-    configs = random.Random(0).sample(list(template_for(operator, CPU).space(operator, CPU)), 12)
-    records = tuple(Record(operator, each, 1e-9 * config_cost(operator, each, CPU)) for each in configs)
+    template = template_for(operator, CPU)
+    configs = random.Random(0).sample(list(template.space(operator, CPU)), 12)
+    records = tuple(Record(operator, each, 1e-9 * template.cost(operator, each, CPU)) for each in configs)
     return KernelRecords(operator, 1, networks, "2026-01-01", records)
 
 

@@ -65,7 +65,7 @@ from costmodel.gpu.families.gemm import (
     Products,
     Triple,
     analyse_products,
-    choose,
+    choose_rows,
     simt_tiles,
     wave_seconds,
 )
@@ -104,7 +104,7 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         winograd = _winograd(operators, convs, machine)
         eligible = np.array([_winograd_applies(each, machine) for each in operators])
         faster = eligible & (winograd[0] < implicit[0])
-        chosen = choose(faster, winograd, implicit)
+        chosen = choose_rows(faster, winograd, implicit)
         return _with_features(chosen, implicit[0], winograd[0], convs, eligible)
 
     def least(self, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> np.ndarray:
@@ -152,8 +152,8 @@ def _implicit(
     for tiles in (TENSOR_TILES, simt_tiles(machine, False)):
         plain = analyse_products(products, tiles, machine, _FORWARD_SPLITS)
         deep = analyse_products(products, tiles, machine, _WEIGHT_SPLITS)
-        results.append(choose(weight, deep, plain))
-    seconds, terms, features = choose(tensor, results[0], results[1])
+        results.append(choose_rows(weight, deep, plain))
+    seconds, terms, features = choose_rows(tensor, results[0], results[1])
     traffic = np.array(
         [
             each.read_bytes + each.write_bytes

@@ -425,7 +425,7 @@ def _aligned_shares(operators: Sequence[Gemm]) -> np.ndarray:
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
 
 
-def choose(mask: np.ndarray, if_true: Triple, if_false: Triple) -> Triple:
+def choose_rows(mask: np.ndarray, if_true: Triple, if_false: Triple) -> Triple:
     """Row-wise selection: the first (seconds, terms, features) where ``mask`` is true, else the second."""
     terms, features = _columns(mask, if_true[1], if_false[1]), _columns(mask, if_true[2], if_false[2])
     return np.where(mask, if_true[0], if_false[0]), terms, features

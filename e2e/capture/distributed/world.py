@@ -357,8 +357,6 @@ def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "is_initialized", lambda: True
     yield torch.cuda, "device_count", lambda: min(place.gpus_per_node, place.world_size)
     yield torch.cuda, "current_device", lambda: local
-    yield torch.cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu")
-    yield torch.cuda, "set_rng_state", lambda state, device="cuda": None
     yield torch.cuda.nccl, "version", lambda: (2, 27, 5)  # shown in messages, asked for support of bfloat16
     yield torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()
 

@@ -12,7 +12,6 @@ from e2e.lowering.families.work import (
     DeviceWork,
     Lowering,
     argument,
-    dtype_of,
     elementwise,
     gpu_outputs,
     integers,
@@ -21,6 +20,7 @@ from e2e.lowering.families.work import (
     memset,
     numel,
     pair,
+    priced_dtype,
     rearrangement,
     tensor_argument,
 )
@@ -172,7 +172,7 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     if wanted[1]:
         work.append(DeviceWork(call.name, (ConvolutionBackward(forward, "weight"),)))
     if wanted[2] and has_bias:
-        sums = Reduction("sum", numel(gradient), gradient.shape[1], dtype_of(gradient), contiguous=False)
+        sums = Reduction("sum", numel(gradient), gradient.shape[1], priced_dtype(gradient), contiguous=False)
         work.append(DeviceWork("aten::sum", (sums,), auxiliary=True))
     return work
 
@@ -251,7 +251,7 @@ def _pooling(
         out_height=out[2],
         out_width=out[3],
         kernel=window,
-        dtype=dtype_of(data),
+        dtype=priced_dtype(data),
         direction="forward" if direction == "forward" else "backward",
         channels_last=is_channels_last(data.shape, context.stride(data)),
     )

@@ -8,11 +8,11 @@ from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     Lowering,
-    dtype_of,
     elementwise,
     gpu_inputs,
     gpu_outputs,
     numel,
+    priced_dtype,
 )
 from e2e.step.operator_trace import OperatorCall
 
@@ -95,7 +95,7 @@ def _dropout(call: OperatorCall, context: Context) -> list[DeviceWork]:
     All outputs of a record have one type, so the mask is counted in whole elements among the smaller operands.
     """
     data = gpu_inputs(call)[0]
-    elements, dtype = numel(data), dtype_of(data)
+    elements, dtype = numel(data), priced_dtype(data)
     mask = elements // DTYPE_BYTES[dtype]
     return [DeviceWork(call.name, (Elementwise("dropout", elements, 1, 1, mask, dtype),))]
 
@@ -105,7 +105,7 @@ def _bce_with_logits(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, target = gpu_inputs(call)[:2]
     pieces = (("log_sigmoid_forward", [data]), ("rsub", [target]), ("mul_", [data, target]), ("sub_", [data, data]))
     work = [elementwise(context, kind.rstrip("_"), data, read, 1, f"aten::{kind}") for kind, read in pieces]
-    mean = Reduction("mean", numel(data), numel(gpu_outputs(call)[0]), dtype_of(data))
+    mean = Reduction("mean", numel(data), numel(gpu_outputs(call)[0]), priced_dtype(data))
     return [*work, DeviceWork("aten::mean", (mean,))]
 
 

@@ -16,12 +16,12 @@ from e2e.lowering.families.work import (
     Lowering,
     UnforeseenCall,
     argument,
-    dtype_of,
     elementwise,
     fill,
     gpu_outputs,
     integers,
     numel,
+    priced_dtype,
     rearrangement,
     tensor_argument,
 )
@@ -37,7 +37,7 @@ def _embedding(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``embedding(weight, indices)``: one row per index."""
     table, indices = tensor_argument(call, 0), tensor_argument(call, 1)
     count = numel(indices)
-    record = EmbeddingLookup(table.shape[0], table.shape[1], count, count, dtype=dtype_of(table))
+    record = EmbeddingLookup(table.shape[0], table.shape[1], count, count, dtype=priced_dtype(table))
     return [DeviceWork(call.name, (record,))]
 
 
@@ -51,7 +51,7 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
     if count > UNSORTED_INDICES:
         work.append(_sort(indices, output.shape[0]))
     record = EmbeddingLookup(
-        output.shape[0], output.shape[1], count, count, dtype=dtype_of(gradient), direction="backward"
+        output.shape[0], output.shape[1], count, count, dtype=priced_dtype(gradient), direction="backward"
     )
     return [*work, DeviceWork(call.name, (record,))]
 
@@ -64,7 +64,7 @@ def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:
         table.shape[1],
         numel(indices),
         output.shape[0],
-        dtype=dtype_of(table),
+        dtype=priced_dtype(table),
         kernel=_bag_kernel(numel(indices), output.shape[0]),
         mode="max" if argument(call, 4) == _MAXIMUM else "sum",
     )
@@ -87,7 +87,7 @@ def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[Device
         output.shape[1],
         count,
         bags,
-        dtype=dtype_of(gradient),
+        dtype=priced_dtype(gradient),
         direction="backward",
         kernel=_bag_kernel(count, bags),
     )
@@ -152,7 +152,7 @@ def _tables_record(call: OperatorCall, weights: Tensor, indices: Tensor, backwar
         indices=numel(indices) // max(tables, 1),
         bags=batch,
         tables=tables,
-        dtype=dtype_of(weights),
+        dtype=priced_dtype(weights),
         direction="backward" if backward else "forward",
         fused_optimizer=optimizer if backward and isinstance(optimizer, str) else "",
     )
@@ -262,7 +262,7 @@ def _record(call: OperatorCall, direction: Literal["forward", "backward"]) -> Em
         indices=max(round(numel(indices) / tables), 1),
         bags=max((numel(offsets) - 1) // tables, 1),
         tables=tables,
-        dtype=dtype_of(weights),
+        dtype=priced_dtype(weights),
         direction=direction,
         kernel="table_batched",
     )

@@ -13,16 +13,16 @@ kernel over all parameters of a group.
 from __future__ import annotations
 
 from costmodel.operators.device_work import Elementwise, MemoryCopy, OptimizerStep, Rearrangement, Softmax
-from e2e.lowering.families.optimizer_operators import MAX_TENSORS, launches
+from e2e.lowering.families.optimizer_operators import MAX_TENSORS, list_launches
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     Lowering,
     UnforeseenCall,
-    dtype_of,
     elementwise,
     gpu_outputs,
     numel,
+    priced_dtype,
     tensor_argument,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
@@ -45,7 +45,7 @@ def _halves(reads: int, writes: int, place: int) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         both = tensor_argument(call, place)
-        record = Elementwise("silu_mul", numel(both) // 2, reads, writes, 0, dtype_of(both))
+        record = Elementwise("silu_mul", numel(both) // 2, reads, writes, 0, priced_dtype(both))
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -56,7 +56,7 @@ def _over_scores(reads: int, writes: int) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         scores = tensor_argument(call, 0)
-        record = Elementwise("cross_entropy", numel(scores), reads, writes, 0, dtype_of(scores))
+        record = Elementwise("cross_entropy", numel(scores), reads, writes, 0, priced_dtype(scores))
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -85,7 +85,7 @@ def _softmax(backward: bool) -> Lowering:
         scores = tensor_argument(call, 0)
         columns = scores.shape[-1]
         direction = "backward" if backward else "forward"
-        record = Softmax(numel(scores) // columns, columns, dtype_of(scores), direction)  # type: ignore[arg-type]
+        record = Softmax(numel(scores) // columns, columns, priced_dtype(scores), direction)  # type: ignore[arg-type]
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -98,7 +98,7 @@ def _fused_adam(call: OperatorCall, context: Context) -> list[DeviceWork]:
     gradients = list(tensors((call.inputs[0],)))
     return [
         DeviceWork(call.name, (OptimizerStep("adam", elements, count, 6, 5, "float16"),))
-        for elements, count in launches(gradients, MAX_TENSORS[4])
+        for elements, count in list_launches(gradients, MAX_TENSORS[4])
     ]
 
 
@@ -135,12 +135,14 @@ def _counts(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 def _permute(call: OperatorCall, context: Context) -> list[DeviceWork]:
     states, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-    return [DeviceWork(call.name, (Elementwise("permute", numel(output), 0, 1, numel(states), dtype_of(output)),))]
+    return [DeviceWork(call.name, (Elementwise("permute", numel(output), 0, 1, numel(states), priced_dtype(output)),))]
 
 
 def _unpermute(call: OperatorCall, context: Context) -> list[DeviceWork]:
     states, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-    return [DeviceWork(call.name, (Elementwise("unpermute", numel(output), 0, 1, numel(states), dtype_of(output)),))]
+    return [
+        DeviceWork(call.name, (Elementwise("unpermute", numel(output), 0, 1, numel(states), priced_dtype(output)),))
+    ]
 
 
 def _expert_kernel(kind: str) -> Lowering:
@@ -149,7 +151,7 @@ def _expert_kernel(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         largest = max(gpu_outputs(call), key=numel)
         read = sum(numel(tensor) for tensor in tensors(call.inputs))
-        return [DeviceWork(call.name, (Elementwise(kind, numel(largest), 0, 1, read, dtype_of(largest)),))]
+        return [DeviceWork(call.name, (Elementwise(kind, numel(largest), 0, 1, read, priced_dtype(largest)),))]
 
     return lower
 
@@ -169,14 +171,14 @@ EXPERT_TABLE: dict[str, Lowering] = {
 def _copy_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the copy of shards into this rank's part of the all-gather buffer."""
     shards = list(tensors(call.inputs[:1]))
-    return _moved(call, "concat", sum(map(numel, shards)), shards, dtype_of(tensor_argument(call, 1)))
+    return _moved(call, "concat", sum(map(numel, shards)), shards, priced_dtype(tensor_argument(call, 1)))
 
 
 def _copy_out(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the copy of the gathered buffer into whole parameters, a piece of each from every rank's part."""
     gathered = tensor_argument(call, 0)
     targets = list(tensors((call.attributes.get("out"),)))
-    return _moved(call, "split", numel(gathered), targets or [gathered], dtype_of(gathered))
+    return _moved(call, "split", numel(gathered), targets or [gathered], priced_dtype(gathered))
 
 
 def _gradients_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -185,7 +187,7 @@ def _gradients_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
     gradients = list(tensors(call.inputs[:1]))
     if target is None:
         raise UnforeseenCall(f"{call.name}: no output")
-    return _moved(call, "concat", numel(target), gradients, dtype_of(target))
+    return _moved(call, "concat", numel(target), gradients, priced_dtype(target))
 
 
 def _moved(call: OperatorCall, kind: str, elements: int, pieces: list[Tensor], dtype: str) -> list[DeviceWork]:

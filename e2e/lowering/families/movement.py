@@ -12,38 +12,38 @@ from e2e.lowering.families.work import (
     Lowering,
     argument,
     contiguous_stride,
-    distinct,
-    dtype_of,
     elementwise,
     fill,
     gpu_inputs,
     gpu_outputs,
+    host_transfer,
+    is_on_gpu,
     numel,
-    on_gpu,
+    priced_dtype,
     rearrangement,
     size_bytes,
+    stored_elements,
     tensor_argument,
-    transfer,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 
 def copy(context: Context, source: Tensor, target: Tensor, name: str, blocking: bool = True) -> list[DeviceWork]:
     """Return the launches of ``copy_``: a transfer, a memcpy, a cast, or a kernel that follows the strides."""
-    if on_gpu(source) != on_gpu(target):
-        kind = "device_to_host" if on_gpu(source) else "host_to_device"
+    if is_on_gpu(source) != is_on_gpu(target):
+        kind = "device_to_host" if is_on_gpu(source) else "host_to_device"
         title = "Memcpy DtoH" if kind == "device_to_host" else "Memcpy HtoD"
-        return [transfer(target, kind, title, blocking)]
-    if not on_gpu(target) or numel(target) == 0:
+        return [host_transfer(target, kind, title, blocking)]
+    if not is_on_gpu(target) or numel(target) == 0:
         return []
-    if dtype_of(source) != dtype_of(target):
+    if priced_dtype(source) != priced_dtype(target):
         return [elementwise(context, "cast", target, [source], name=name)]
-    if numel(source) < numel(target) or distinct(context, source) < numel(source):
+    if numel(source) < numel(target) or stored_elements(context, source) < numel(source):
         return [elementwise(context, "copy", target, [source], name=name)]
     inner = common_run(context, source, target)
     if inner >= numel(target):
         return [DeviceWork(name, (MemoryCopy(size_bytes(target), "device_to_device"),), "copy")]
-    return [DeviceWork(name, (Rearrangement("transpose", numel(target), inner, dtype_of(target)),))]
+    return [DeviceWork(name, (Rearrangement("transpose", numel(target), inner, priced_dtype(target)),))]
 
 
 def common_run(context: Context, source: Tensor, target: Tensor) -> int:
@@ -79,7 +79,7 @@ def _copy_new(call: OperatorCall, context: Context) -> list[DeviceWork]:
 def _read_scalar(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``.item()``: a copy of one value to the host, which waits for all earlier work."""
     source = tensor_argument(call, 0)
-    return [transfer(source, "device_to_host", "Memcpy DtoH", synchronizes=True)] if on_gpu(source) else []
+    return [host_transfer(source, "device_to_host", "Memcpy DtoH", synchronizes=True)] if is_on_gpu(source) else []
 
 
 def _concatenate(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -171,7 +171,7 @@ def _pad(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower padding: a fill of the output, then a copy of the source into it."""
     source, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     inside = Tensor(-1, -1, source.shape, source.dtype, source.device, contiguous_stride(source.shape))
-    moved = Rearrangement("transpose", numel(inside), source.shape[-1] if source.shape else 1, dtype_of(inside))
+    moved = Rearrangement("transpose", numel(inside), source.shape[-1] if source.shape else 1, priced_dtype(inside))
     return [fill(output, "aten::fill_"), DeviceWork("aten::copy_", (moved,))]
 
 
@@ -179,7 +179,7 @@ def _slice_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the gradient of a view: zeros of the whole tensor, then a copy of the part."""
     gradient, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     inner = gradient.shape[-1] if gradient.shape else 1
-    moved = Rearrangement("transpose", numel(gradient), inner, dtype_of(gradient))
+    moved = Rearrangement("transpose", numel(gradient), inner, priced_dtype(gradient))
     clear = elementwise(context, "fill", output, (), 1, "aten::zero_", auxiliary=True)
     return [clear, DeviceWork("aten::copy_", (moved,), auxiliary=True)]
 
@@ -189,7 +189,7 @@ def _resample(call: OperatorCall, context: Context) -> list[DeviceWork]:
     element.
     """
     source, output = gpu_inputs(call)[0], gpu_outputs(call)[0]
-    record = Elementwise("interpolate", numel(output), 0, 1, distinct(context, source), dtype_of(output))
+    record = Elementwise("interpolate", numel(output), 0, 1, stored_elements(context, source), priced_dtype(output))
     return [DeviceWork(call.name, (record,))]
 
 

@@ -10,11 +10,11 @@ from e2e.lowering.families.work import (
     DeviceWork,
     Lowering,
     argument,
-    dtype_of,
     gpu_outputs,
     integers,
     is_channels_last,
     numel,
+    priced_dtype,
     rearrangement,
     tensor_argument,
 )
@@ -42,7 +42,7 @@ def _batch_norm_record(context: Context, data: Tensor, direction: str, training:
     channels = data.shape[1]
     rows = numel(data) // max(channels, 1)
     forward = direction == "forward"
-    dtype = dtype_of(data)
+    dtype = priced_dtype(data)
     last = is_channels_last(data.shape, context.stride(data))
     return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training, last)
 
@@ -51,7 +51,7 @@ def _row_norm(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 0)
         columns = max(prod(integers(argument(call, 1))), 1)
-        record = Normalization(kind, numel(data) // columns, columns, dtype_of(data))
+        record = Normalization(kind, numel(data) // columns, columns, priced_dtype(data))
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -66,7 +66,7 @@ def _row_norm_backward(kind: str) -> Lowering:
         data = tensor_argument(call, 1)
         columns = max(prod(integers(argument(call, 2))), 1)
         rows = numel(data) // columns
-        dtype = dtype_of(data)
+        dtype = priced_dtype(data)
         work = [DeviceWork(call.name, (Normalization(kind, rows, columns, dtype, "backward"),))]
         parameters = len(gpu_outputs(call)) - 1
         if parameters > 0:
@@ -85,7 +85,7 @@ def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """
     data = tensor_argument(call, 0)
     batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
-    moments = Reduction("moments", numel(data), 2 * batch[0] * groups[0], dtype_of(data))
+    moments = Reduction("moments", numel(data), 2 * batch[0] * groups[0], priced_dtype(data))
     return [
         *_in_nchw(context, data),
         *(DeviceWork(call.name, (work,)) for work in (moments, *_scaled(data, 1))),
@@ -100,7 +100,7 @@ def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWor
     """
     gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
     channels = data.shape[0] * data.shape[1]
-    sums = Reduction("moments", 2 * numel(data), 2 * channels, dtype_of(data))
+    sums = Reduction("moments", 2 * numel(data), 2 * channels, priced_dtype(data))
     parameters = Reduction("norm_parameters", 2 * channels, 2 * data.shape[1], contiguous=False)
     return [
         *_in_nchw(context, gradient, data),
@@ -112,7 +112,7 @@ def _scaled(data: Tensor, inputs: int) -> tuple[Elementwise, Elementwise]:
     """Return the kernels for two factors per channel and image, and for scaling ``inputs`` tensors like ``data``."""
     channels = data.shape[0] * data.shape[1]
     factors = Elementwise("group_norm", channels, 2, 2)
-    return factors, Elementwise("group_norm", numel(data), inputs, 1, 2 * channels, dtype_of(data))
+    return factors, Elementwise("group_norm", numel(data), inputs, 1, 2 * channels, priced_dtype(data))
 
 
 def _in_nchw(context: Context, *operands: Tensor) -> list[DeviceWork]:
@@ -131,14 +131,14 @@ def _shared_batch_norm(call: OperatorCall, context: Context) -> list[DeviceWork]
     channels = data.shape[1]
     work: Reduction | Elementwise
     if call.name == "aten::batch_norm_stats":
-        work = Reduction("moments", numel(data), 2 * channels, dtype_of(data))
+        work = Reduction("moments", numel(data), 2 * channels, priced_dtype(data))
     elif call.name == "aten::batch_norm_backward_reduce":
-        work = Reduction("moments", 2 * numel(data), 2 * channels, dtype_of(data))
+        work = Reduction("moments", 2 * numel(data), 2 * channels, priced_dtype(data))
     elif call.name == "aten::batch_norm_gather_stats_with_counts":
         work = Elementwise("batch_norm", numel(tensor_argument(call, 1)), 2, 0, 4 * channels)
     else:
         inputs = 2 if "backward" in call.name else 1
-        work = Elementwise("batch_norm", numel(data), inputs, 1, 4 * channels, dtype_of(data))
+        work = Elementwise("batch_norm", numel(data), inputs, 1, 4 * channels, priced_dtype(data))
     return [DeviceWork(call.name, (work,))]
 
 
@@ -149,7 +149,9 @@ def _weight_norm(reads: int, writes: int) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         weight = tensor_argument(call, 0)
-        return [DeviceWork(call.name, (Elementwise("weight_norm", numel(weight), reads, writes, 0, dtype_of(weight)),))]
+        return [
+            DeviceWork(call.name, (Elementwise("weight_norm", numel(weight), reads, writes, 0, priced_dtype(weight)),))
+        ]
 
     return lower
 

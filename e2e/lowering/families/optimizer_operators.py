@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from costmodel.operators.device_work import OptimizerStep
-from e2e.lowering.families.work import Context, DeviceWork, Lowering, dtype_of, elementwise, gpu_outputs, numel, on_gpu
+from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    elementwise,
+    gpu_outputs,
+    is_on_gpu,
+    numel,
+    priced_dtype,
+)
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 CHUNK_ELEMENTS = 65536
@@ -19,7 +29,7 @@ MAX_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 MAX_TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
-def launches(tensor_list: Sequence[Tensor], max_tensors: int) -> Iterator[tuple[int, int]]:
+def list_launches(tensor_list: Sequence[Tensor], max_tensors: int) -> Iterator[tuple[int, int]]:
     """Iterate over (elements, tensors) of the launches over ``tensor_list``."""
     blocks = elements = count = 0
     for tensor in tensor_list:
@@ -47,7 +57,7 @@ def _lists(call: OperatorCall) -> list[tuple[Tensor, ...]]:
     for value in call.inputs:
         if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
             members = tuple(tensors(value))
-            if on_gpu(members[0]):
+            if is_on_gpu(members[0]):
                 lists.append(members)
     return lists
 
@@ -69,11 +79,11 @@ def _foreach(name: str) -> Lowering:
             return []
         depth = len(lists) + (0 if name.endswith("_") else 1)
         limits = MAX_TENSORS_WITH_SCALARS if _has_scalar_list(call) else MAX_TENSORS
-        dtype = dtype_of(lists[0][0])
+        dtype = priced_dtype(lists[0][0])
         reads = 0 if name == "zero_" else len(lists) - (1 if name == "copy_" else 0)
         return [
             DeviceWork(call.name, (OptimizerStep(kind, elements, count, reads, 1, dtype),))
-            for elements, count in launches(lists[0], limits[min(depth, 5)])
+            for elements, count in list_launches(lists[0], limits[min(depth, 5)])
         ]
 
     return lower
@@ -84,10 +94,10 @@ def _foreach_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
     lists = _lists(call)
     if not lists:
         return []
-    dtype = dtype_of(lists[0][0])
+    dtype = priced_dtype(lists[0][0])
     work = [
         DeviceWork(call.name, (OptimizerStep("foreach_norm", elements, count, 1, 0, dtype),))
-        for elements, count in launches(lists[0], MAX_TENSORS[1])
+        for elements, count in list_launches(lists[0], MAX_TENSORS[1])
     ]
     return [*work, DeviceWork(call.name, (OptimizerStep("foreach_norm", len(lists[0]), len(lists[0]), 1, 1, dtype),))]
 
@@ -108,22 +118,24 @@ def _fused(call: OperatorCall, context: Context) -> list[DeviceWork]:
     kind, reads, writes = FUSED[call.name]
     lists = [group for group in _lists(call) if numel(group[0]) == numel(_lists(call)[0][0])]
     shapes = [tensor.shape for tensor in lists[0]]
-    depth = sum(1 for group in lists if [tensor.shape for tensor in group] == shapes)
-    extra = max(depth - reads, 0)
-    dtype = dtype_of(lists[0][0])
+    alike = [group for group in lists if [tensor.shape for tensor in group] == shapes]
+    depth, dtype = len(alike), priced_dtype(lists[0][0])
+    # Wider states than parameters, as Apex keeps them, count as several lists; they are read and written.
+    wider = sum(DTYPE_BYTES[priced_dtype(group[0])] // DTYPE_BYTES[dtype] - 1 for group in alike)
+    extra = max(depth - reads, 0) + max(wider, 0)
     return [
         DeviceWork(call.name, (OptimizerStep(kind, elements, count, reads + extra, writes + extra, dtype),))
-        for elements, count in launches(lists[0], MAX_TENSORS[min(depth, 5)])
+        for elements, count in list_launches(lists[0], MAX_TENSORS[min(depth, 5)])
     ]
 
 
 def _unscale(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the unscaling of gradients by the loss scale with the overflow check, in place."""
     lists = _lists(call)
-    dtype = dtype_of(lists[0][0])
+    dtype = priced_dtype(lists[0][0])
     return [
         DeviceWork(call.name, (OptimizerStep("foreach_mul", elements, count, 1, 1, dtype),))
-        for elements, count in launches(lists[0], MAX_TENSORS[1])
+        for elements, count in list_launches(lists[0], MAX_TENSORS[1])
     ]
 
 

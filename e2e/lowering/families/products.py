@@ -18,10 +18,10 @@ from e2e.lowering.families.work import (
     Lowering,
     UnforeseenCall,
     argument,
-    dtype_of,
     elementwise,
     gpu_outputs,
     numel,
+    priced_dtype,
     tensor_argument,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor
@@ -29,7 +29,7 @@ from e2e.step.operator_trace import OperatorCall, Tensor
 
 def product_dtype(tensor: Tensor, context: Context, allowed: bool = False) -> str:
     """Return the type of products; ``tf32`` for float32 operands if allowed in all products or by ``allowed``."""
-    dtype = dtype_of(tensor)
+    dtype = priced_dtype(tensor)
     return "tf32" if dtype == "float32" and (allowed or context.options.switches.products) else dtype
 
 
@@ -164,7 +164,7 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [gemm(context, first, second, call.name)]
 
 
-def _attention_record(
+def attention_record(
     call: OperatorCall, context: Context, operands: tuple[Tensor, Tensor, Tensor], causal: bool, direction: Direction
 ) -> Attention:
     """Return the record of an attention call with operands of shape (batch, heads, length, head_dim).
@@ -182,9 +182,9 @@ def _attention_record(
         head_dim=query.shape[3],
         kv_heads=key.shape[1],
         causal=causal,
-        dtype=dtype_of(query),
+        dtype=priced_dtype(query),
         direction=direction,
-        kernel=_kernel(call.name, context, dtype_of(query), biased),
+        kernel=_kernel(call.name, context, priced_dtype(query), biased),
         value_dim=value.shape[3] if value.shape[3] != query.shape[3] else 0,
         mask=biased,
         dropout=argument(call, _DROPOUT_PLACE.get(call.name, len(call.inputs)), "dropout_p", 0.0) not in (0, 0.0, None),
@@ -235,7 +235,7 @@ def _operands(call: OperatorCall, first: int = 0) -> tuple[Tensor, Tensor, Tenso
 def _fused(causal_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call), causal, "forward"),))]
+        return [DeviceWork(call.name, (attention_record(call, context, _operands(call), causal, "forward"),))]
 
     return lower
 
@@ -247,7 +247,7 @@ def _fused_backward(causal_place: int) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call, 1), causal, "backward"),))]
+        return [DeviceWork(call.name, (attention_record(call, context, _operands(call, 1), causal, "backward"),))]
 
     return lower
 
@@ -260,7 +260,7 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
     first = 1 if backward else 0
     sinks, causal, window, dropout = (argument(call, first + 3 + place) for place in range(4))
     operands = _operands(call, first)
-    record = _attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
+    record = attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
     width = window if isinstance(window, int) else 0
     document = argument(call, first + 7, "document", 0)
     record = replace(
@@ -289,7 +289,7 @@ def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
         head_dim=latents.shape[3] + rotated.shape[3],
         kv_heads=1,
         causal=query.shape[2] > 1,
-        dtype=dtype_of(query),
+        dtype=priced_dtype(query),
         kernel="mla",
         value_dim=latents.shape[3],
         paged=True,
@@ -301,8 +301,8 @@ def _casts(call: OperatorCall, operands: tuple[Tensor, ...], record: Attention) 
     """Return the casts to 8 bits of operands that are not in 8 bits already (a cache is)."""
     if record.dtype != "float8":
         return []
-    wide = [each for each in operands if dtype_of(each) != "float8"]
-    records = [ScaledCast(prod(each.shape[:-1]), each.shape[-1], dtype_of(each)) for each in wide]
+    wide = [each for each in operands if priced_dtype(each) != "float8"]
+    records = [ScaledCast(prod(each.shape[:-1]), each.shape[-1], priced_dtype(each)) for each in wide]
     return [DeviceWork(call.name, (each,)) for each in records]
 
 
@@ -389,9 +389,9 @@ def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
         first.shape[-2],
         second.shape[-1],
         first.shape[-1],
-        dtype_of(first),
+        priced_dtype(first),
         _scaling_of(scale, first),
-        dtype_of(gpu_outputs(call)[0]),
+        priced_dtype(gpu_outputs(call)[0]),
         split_sums=call.inputs[_FAST_ACCUM : _FAST_ACCUM + 1] != (True,),
     )
     return [DeviceWork(call.name, (record,))]
@@ -411,7 +411,7 @@ def _scaled_groups(call: OperatorCall, context: Context) -> list[DeviceWork]:
     if not groups:
         raise UnforeseenCall("the number of groups is not known")
     scaling = _scaling_of(scale, first)
-    record: GroupedGemm = grouped(first, second, groups, dtype_of(first), context, scaling)
+    record: GroupedGemm = grouped(first, second, groups, priced_dtype(first), context, scaling)
     return [DeviceWork(call.name, (record,))]
 
 
@@ -426,7 +426,7 @@ def _cast(dynamic: bool, outputs: int | None = None) -> Lowering:
         share = next((value for value in call.inputs[1:] if isinstance(value, int)), 1)
         rows = max(prod(given.shape) // columns // share, 1)
         found = dynamic and scaling != "tensor"
-        record = ScaledCast(rows, columns, dtype_of(given), scaling, count, found)
+        record = ScaledCast(rows, columns, priced_dtype(given), scaling, count, found)
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -437,7 +437,7 @@ def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     output = gpu_outputs(call)[0]
     (m, k), n = first.shape, second.shape[1]
-    record = ScaledGemm(m, n, k, "float8", _named(call), dtype_of(output), split_sums=_splits_sums(call))
+    record = ScaledGemm(m, n, k, "float8", _named(call), priced_dtype(output), split_sums=_splits_sums(call))
     return [DeviceWork(call.name, (record,))]
 
 
@@ -464,7 +464,7 @@ def _each_cast(searched: bool) -> Lowering:
         works: list[DeviceWork] = []
         for rows in counts:
             dynamic = not searched and scaling != "tensor"
-            record = ScaledCast(rows, given.shape[-1], dtype_of(given), scaling, outputs, dynamic)
+            record = ScaledCast(rows, given.shape[-1], priced_dtype(given), scaling, outputs, dynamic)
             works.append(DeviceWork(call.name, (record,)))
             if searched:
                 works.append(DeviceWork(call.name, (_SCALE,)))
@@ -481,7 +481,7 @@ def _experts(call: OperatorCall, context: Context) -> list[DeviceWork]:
 def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``float8::each_mm`` and ``float8::each_gradient``: one kernel per expert."""
     work = experts_product(call, context, "float8", _named(call))
-    dtype = dtype_of(gpu_outputs(call)[0])
+    dtype = priced_dtype(gpu_outputs(call)[0])
     split_sums = work.wrt == "weight" or _splits_sums(call)
     products = [
         ScaledGemm(m, n, k, "float8", work.scaling, dtype, split_sums=split_sums) for m, n, k in by_expert(work)

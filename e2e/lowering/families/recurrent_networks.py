@@ -26,8 +26,8 @@ from e2e.lowering.families.work import (
     Lowering,
     UnforeseenCall,
     argument,
-    dtype_of,
     numel,
+    priced_dtype,
     tensor_argument,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor
@@ -73,7 +73,7 @@ def _network(call: OperatorCall, context: Context, first: int) -> _Network:
     steps, batch = (data.shape[1], data.shape[0]) if batch_first else (data.shape[0], data.shape[1])
     product = product_dtype(data, context, context.options.switches.recurrent)
     return _Network(
-        steps, batch, data.shape[2], hidden, _GATES[mode], layers, 2 if both else 1, dtype_of(data), product
+        steps, batch, data.shape[2], hidden, _GATES[mode], layers, 2 if both else 1, priced_dtype(data), product
     )
 
 
@@ -123,7 +123,7 @@ def _convolution(direction: Direction, update: bool = False) -> Lowering:
         batch, channels = data.shape[:2]
         length = data.shape[2] if len(data.shape) > 2 else 1
         record = CausalConvolution(
-            batch, channels, length, weight.shape[-1], dtype_of(data), direction, update and length == 1
+            batch, channels, length, weight.shape[-1], priced_dtype(data), direction, update and length == 1
         )
         return [DeviceWork(call.name, (record,))]
 
@@ -140,8 +140,8 @@ def _linear(direction: Direction) -> Lowering:
         states = argument(call, 4) if direction == "forward" else None
         record = LinearAttention(
             cast(LinearKind, kind), batch, length, key.shape[-2], key.shape[-1], heads, width,
-            int(chunk) if isinstance(chunk, int) else _CHUNK, dtype_of(value), direction, bool(keeps),
-            dtype_of(states) if isinstance(states, Tensor) else "float32",
+            int(chunk) if isinstance(chunk, int) else _CHUNK, priced_dtype(value), direction, bool(keeps),
+            priced_dtype(states) if isinstance(states, Tensor) else "float32",
         )  # fmt: skip
         return [DeviceWork(call.name, (record,))]
 
@@ -154,7 +154,7 @@ def _selective(direction: Direction) -> Lowering:
         data, decay = tensor_argument(call, first), tensor_argument(call, first + 2)
         batch, channels, length = data.shape
         record = LinearAttention(
-            "selective", batch, length, 1, decay.shape[-1], channels, 1, _CHUNK, dtype_of(data), direction
+            "selective", batch, length, 1, decay.shape[-1], channels, 1, _CHUNK, priced_dtype(data), direction
         )
         return [DeviceWork(call.name, (record,))]
 
@@ -166,8 +166,8 @@ def _update(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, states = tensor_argument(call, 0), tensor_argument(call, 1)
     heads, width = states.shape[1], states.shape[2] if len(states.shape) > 3 else 1
     record = LinearAttention(
-        "ssd", states.shape[0], 1, 1, states.shape[-1], heads, width, _CHUNK, dtype_of(data), "forward", True,
-        dtype_of(states),
+        "ssd", states.shape[0], 1, 1, states.shape[-1], heads, width, _CHUNK, priced_dtype(data), "forward", True,
+        priced_dtype(states),
     )  # fmt: skip
     return [DeviceWork(call.name, (record,))]
 
@@ -175,7 +175,7 @@ def _update(call: OperatorCall, context: Context) -> list[DeviceWork]:
 def _norm(reads: int, writes: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 0)
-        record = Elementwise("gated_norm", numel(data), reads, writes, data.shape[-1], dtype_of(data))
+        record = Elementwise("gated_norm", numel(data), reads, writes, data.shape[-1], priced_dtype(data))
         return [DeviceWork(call.name, (record,))]
 
     return lower

@@ -12,17 +12,17 @@ from e2e.lowering.families.work import (
     Lowering,
     UnforeseenCall,
     argument,
-    dtype_of,
     elementwise,
     gpu_inputs,
     gpu_outputs,
+    host_transfer,
     integers,
     memset,
     numel,
+    priced_dtype,
     rearrangement,
     size_bytes,
     tensor_argument,
-    transfer,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, Value
 
@@ -50,7 +50,7 @@ SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cu
 def reduction(kind: str, data: Tensor, output: Tensor, context: Context, name: str) -> DeviceWork:
     """Return the reduction of ``data`` to ``output``; contiguous if the innermost dimension is reduced."""
     return DeviceWork(
-        name, (Reduction(kind, numel(data), numel(output), dtype_of(data), _innermost(data, output, context)),)
+        name, (Reduction(kind, numel(data), numel(output), priced_dtype(data), _innermost(data, output, context)),)
     )
 
 
@@ -130,12 +130,12 @@ def _spatial_softmax(call: OperatorCall, data: Tensor) -> DeviceWork:
     gradient and once over gradient and output (SoftMax.cu, ``cunn_SpatialSoftMaxForward`` and
     ``cunn_SpatialSoftMaxBackward``).
     """
-    return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, dtype_of(data)),))
+    return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, priced_dtype(data)),))
 
 
 def _softmax_record(kind: str, rows: int, columns: int, data: Tensor, backward: bool) -> Softmax:
     form = "log_softmax" if kind == "log_softmax" else "softmax"
-    return Softmax(rows, columns, dtype_of(data), "backward" if backward else "forward", form)  # type: ignore[arg-type]
+    return Softmax(rows, columns, priced_dtype(data), "backward" if backward else "forward", form)  # type: ignore[arg-type]
 
 
 def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -152,7 +152,7 @@ def _nll(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the loss, which reads one score per row only."""
     data = tensor_argument(call, 0)
     rows, _ = _classes(data.shape)
-    return [DeviceWork(call.name, (Loss("nll", rows, 1, dtype_of(data)),))]
+    return [DeviceWork(call.name, (Loss("nll", rows, 1, priced_dtype(data)),))]
 
 
 def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -160,7 +160,7 @@ def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data = tensor_argument(call, 1)
     rows, _ = _classes(data.shape)
     clear = elementwise(context, "fill", data, (), 1, "aten::zero_", auxiliary=True)
-    return [clear, DeviceWork(call.name, (Loss("nll", rows, 1, dtype_of(data), "backward"),))]
+    return [clear, DeviceWork(call.name, (Loss("nll", rows, 1, priced_dtype(data), "backward"),))]
 
 
 def _pointwise_loss(kind: str) -> Lowering:
@@ -170,7 +170,7 @@ def _pointwise_loss(kind: str) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-        work = [DeviceWork(call.name, (Loss(kind, numel(data), 1, dtype_of(data)),))]
+        work = [DeviceWork(call.name, (Loss(kind, numel(data), 1, priced_dtype(data)),))]
         if numel(output) != numel(data):
             work.append(reduction("mean", data, output, context, "aten::mean"))
         return work
@@ -182,10 +182,10 @@ def _count(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``nonzero``: counts, copies the count to the host, then writes the indices."""
     data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     count = Tensor(-1, -1, (), "int64", data.device)
-    found = DeviceWork(call.name, (Reduction("count", numel(data), 1, dtype_of(data)),))
+    found = DeviceWork(call.name, (Reduction("count", numel(data), 1, priced_dtype(data)),))
     return [
         found,
-        transfer(count, "device_to_host", "Memcpy DtoH", synchronizes=True),
+        host_transfer(count, "device_to_host", "Memcpy DtoH", synchronizes=True),
         rearrangement("index", output, name=call.name),
     ]
 

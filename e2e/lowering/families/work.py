@@ -130,7 +130,7 @@ def numel(tensor: Tensor) -> int:
     return prod(tensor.shape)
 
 
-def dtype_of(tensor: Tensor) -> str:
+def priced_dtype(tensor: Tensor) -> str:
     """Return a dtype that the cost models price; other types by their size, or as float32."""
     if tensor.dtype in DTYPE_BYTES:
         return tensor.dtype
@@ -141,22 +141,22 @@ def dtype_of(tensor: Tensor) -> str:
 
 def size_bytes(tensor: Tensor) -> int:
     """Return the bytes of ``tensor`` by shape and number type."""
-    return numel(tensor) * DTYPE_BYTES[dtype_of(tensor)]
+    return numel(tensor) * DTYPE_BYTES[priced_dtype(tensor)]
 
 
-def on_gpu(tensor: Tensor) -> bool:
+def is_on_gpu(tensor: Tensor) -> bool:
     """True if ``tensor`` is in GPU memory."""
     return tensor.device != "cpu" and tensor.device != ""
 
 
 def gpu_inputs(call: OperatorCall) -> list[Tensor]:
     """Return the input tensors of the call in GPU memory, in order."""
-    return [tensor for tensor in tensors(call.inputs) if on_gpu(tensor)]
+    return [tensor for tensor in tensors(call.inputs) if is_on_gpu(tensor)]
 
 
 def gpu_outputs(call: OperatorCall) -> list[Tensor]:
     """Return the output tensors of the call in GPU memory, in order."""
-    return [tensor for tensor in tensors(call.outputs) if on_gpu(tensor)]
+    return [tensor for tensor in tensors(call.outputs) if is_on_gpu(tensor)]
 
 
 def argument(call: OperatorCall, place: int, name: str = "", default: Value = None) -> Value:
@@ -189,7 +189,7 @@ def pair(value: Value, default: int) -> tuple[int, int]:
     return (numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def distinct(context: Context, tensor: Tensor) -> int:
+def stored_elements(context: Context, tensor: Tensor) -> int:
     """Return the number of elements in memory; expanded dimensions (stride 0) count once."""
     strides = context.stride(tensor)
     return prod(extent for extent, step in zip(tensor.shape, strides, strict=True) if step != 0 or extent == 1)
@@ -208,17 +208,17 @@ def elementwise(
     elements = numel(output)
     full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
     for tensor in inputs:
-        count = distinct(context, tensor)
+        count = stored_elements(context, tensor)
         if count >= elements:
-            dtype = dtype or dtype_of(tensor)
+            dtype = dtype or priced_dtype(tensor)
             width = DTYPE_BYTES[dtype]
-            if DTYPE_BYTES[dtype_of(tensor)] == width:
+            if DTYPE_BYTES[priced_dtype(tensor)] == width:
                 full += 1
             else:
                 # Element size differs from the first input: bytes are counted in elements of the first.
-                broadcast += count * DTYPE_BYTES[dtype_of(tensor)] // width
+                broadcast += count * DTYPE_BYTES[priced_dtype(tensor)] // width
             if tensor.shape == output.shape:
-                width = DTYPE_BYTES.get(dtype_of(tensor), 4)
+                width = DTYPE_BYTES.get(priced_dtype(tensor), 4)
                 share, bytes_between = strided_reads(
                     output.shape, context.stride(output), context.stride(tensor), width
                 )
@@ -226,7 +226,7 @@ def elementwise(
                 reuse = max(reuse, bytes_between)
         else:
             broadcast += count
-    target = dtype_of(output)
+    target = priced_dtype(output)
     dtype = dtype or target
     other = "" if target == dtype else target
     record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse)
@@ -237,7 +237,7 @@ def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:
     """Return a fill kernel (PyTorch fills by an element-wise kernel, not by a memset, except for whole zeroed
     storages).
     """
-    record = Elementwise("fill", numel(tensor), 0, 1, 0, dtype_of(tensor))
+    record = Elementwise("fill", numel(tensor), 0, 1, 0, priced_dtype(tensor))
     return DeviceWork(name, (record,), auxiliary=True)
 
 
@@ -246,7 +246,7 @@ def memset(tensor: Tensor, name: str = "memset") -> DeviceWork:
     return DeviceWork(name, (MemoryCopy(size_bytes(tensor), "memset"),), "memset", auxiliary=True)
 
 
-def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> DeviceWork:
+def host_transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> DeviceWork:
     """Return a copy between host and device.
 
     A copy that the host does not wait for uses pinned memory: with pageable memory the driver would make the host wait.
@@ -260,5 +260,5 @@ def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> Device
 
 def rearrangement(kind: str, tensor: Tensor, inner: int = 1, inputs: int = 1, name: str = "") -> DeviceWork:
     """Return a kernel that moves the elements of ``tensor``."""
-    record = Rearrangement(kind, numel(tensor), max(inner, 1), dtype_of(tensor), inputs)
+    record = Rearrangement(kind, numel(tensor), max(inner, 1), priced_dtype(tensor), inputs)
     return DeviceWork(name or kind, (record,))

@@ -139,7 +139,7 @@ def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
     return emit.kernel("byte_window", signature, window_body(pool, knobs, cpu, arithmetic))
 
 
-def resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
+def byte_resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
     """Build the resize kernel: (blocked image, row pixels, column pixels, row weights, column weights, factors, blocked
     result).
     """
@@ -223,7 +223,7 @@ def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def _paired(kind: PairKind, left: Any, right: Any, factors: list[Any], lanes: int) -> Any:
-    """Return a vector of sums or products, as :func:`fusion.relax.integer_calls.paired` specifies them."""
+    """Return a vector of sums or products, as :func:`fusion.relax.integer_calls.compute_pair` specifies them."""
     first, second, fixed, low, high, ratio, offset = factors
     if kind == "add":
         value = emit.operation(MULTIPLY_ADD, lanes, right - offset, second, fixed)

@@ -23,8 +23,8 @@ from fusion.relax.integer_calls import (
     PairKind,
     Quantisation,
     addition_factors,
+    compute_pair,
     mean_factors,
-    paired,
     product_factors,
     resize_factors,
     window_factors,
@@ -138,7 +138,7 @@ def dequantised(data: np.ndarray, scale: np.float32, zero: int) -> np.ndarray:
     return (data.astype(np.int32) - zero).astype(np.float32) * scale
 
 
-def quantised(values: np.ndarray, target: Quantisation) -> np.ndarray:
+def quantise_values(values: np.ndarray, target: Quantisation) -> np.ndarray:
     """Quantise float32 values: divided by the scale, rounded to nearest, ties to even."""
     steps = (values.astype(np.float32) / target.scale).astype(np.float32)
     steps = np.rint(np.clip(steps, -target.zero, 255 - target.zero)) + target.zero
@@ -211,7 +211,7 @@ class ByteSteps:
         """
         root, before = self._origin(data.source)
         own = quantisation_of(data)
-        table = quantised(dequantised(before, own.scale, own.zero), target)
+        table = quantise_values(dequantised(before, own.scale, own.zero), target)
         if np.array_equal(table, before):
             return data.source
         self.put_table(name, root, table)
@@ -220,7 +220,7 @@ class ByteSteps:
     def rescaling(self, output: str, moved: str, data: TensorOfBytes, target: Quantisation) -> list[NodeProto]:
         """Return nodes that compute ``output`` from the bytes ``moved``, which have the quantisation of ``data``."""
         own = quantisation_of(data)
-        table = quantised(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
+        table = quantise_values(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
         return [self._look_up(moved, table, output)]
 
     def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str, np.ndarray | None] | None:
@@ -332,7 +332,7 @@ class ByteSteps:
         values = self._values(region.nodes, region.numbers, floats, target.node.input[0])
         if values is None:
             return None
-        return quantised(values.reshape(-1, 256) if channels else values, _uncut(target))
+        return quantise_values(values.reshape(-1, 256) if channels else values, _uncut(target))
 
     def _values(
         self,
@@ -379,7 +379,7 @@ class ByteSteps:
             (left, a), (right, b) = (right, b), (left, a)
         kind = _PAIRS[node.op_type]
         factors = _FACTORS[kind](left, right, _uncut(target))
-        return paired(kind, a, b, factors)
+        return compute_pair(kind, a, b, factors)
 
     def _operand(
         self, name: str, region: _Region, made: Mapping[str, np.ndarray]

@@ -24,7 +24,7 @@ from fusion.relax.onnx.byte_steps import (
     only_readers,
     outputs_of,
     quantisation_of,
-    quantised,
+    quantise_values,
 )
 from fusion.relax.onnx.quantised_graph import (
     OF_OPERATOR,
@@ -387,7 +387,7 @@ class _Matcher:
         made, nodes = target.quantisation, self._steps.nodes
         name = self._steps.rescaled(f"{target.output}_inside", source, made)
         inside = nodes.pop(name, []) if name != source.source else []
-        value = quantised(np.float32(padding.value or 0.0).reshape(1), made)
+        value = quantise_values(np.float32(padding.value or 0.0).reshape(1), made)
         pad = type(node).FromString(node.SerializeToString())
         given = [name, node.input[1], "", *node.input[3:]]
         if padding.value is not None:

@@ -48,7 +48,7 @@ def holds_half(graph: GraphProto) -> bool:
     return any(each in half for each in types)
 
 
-def widened(model: ModelProto, sources: Collection[int], target: int) -> ModelProto:
+def change_types(model: ModelProto, sources: Collection[int], target: int) -> ModelProto:
     """Return a copy with inputs, outputs, constants and casts of the types ``sources`` (ONNX's type numbers) changed to
     ``target``.
     """
@@ -70,7 +70,7 @@ def computed_in_single(model: ModelProto) -> ModelProto:
     if not holds_half(model.graph):
         return model
     half = half_types()
-    copy = widened(model, half, TensorProto.FLOAT)
+    copy = change_types(model, half, TensorProto.FLOAT)
     graph, names = copy.graph, {name for node in model.graph.node for name in (*node.input, *node.output)}
     weights = {tensor.name for tensor in graph.initializer}
     before: list[NodeProto] = []

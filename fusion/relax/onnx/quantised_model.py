@@ -256,7 +256,7 @@ def float_form(path: Path, model: ModelProto) -> ModelProto:
         return _parsed(_prepared(_library(), model, Path(folder), lambda _: None))
 
 
-def with_what_follows(form: ModelProto, layers: Collection[str]) -> tuple[str, ...]:
+def with_followers(form: ModelProto, layers: Collection[str]) -> tuple[str, ...]:
     """Return ``layers`` (names of nodes of a :func:`float_form`) and the nodes that process their results, such as
     additions: the quantiser would round those to bytes though no adjacent layer is quantised.
     """

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from costmodel.base.command_line import guarded, repeated
+from costmodel.base.command_line import guarded, repeat_options
 from costmodel.base.errors import InputError
 
 
@@ -77,9 +77,15 @@ def test_options_may_have_several_values():
     several = ("--trace", "--kineto")
     arguments = ["predict", "--trace", "a", "b", "c", "--gpu", "t4", "--kineto", "d", "--json"]
     expanded = "predict --trace a --trace b --trace c --gpu t4 --kineto d --json"
-    assert repeated(arguments, several) == expanded.split()
-    assert repeated(["predict", "--trace", "a", "--trace", "b"], several) == ["predict", "--trace", "a", "--trace", "b"]
-    assert repeated(["predict", "--gpu", "t4", "x"], several) == ["predict", "--gpu", "t4", "x"]
+    assert repeat_options(arguments, several) == expanded.split()
+    assert repeat_options(["predict", "--trace", "a", "--trace", "b"], several) == [
+        "predict",
+        "--trace",
+        "a",
+        "--trace",
+        "b",
+    ]
+    assert repeat_options(["predict", "--gpu", "t4", "x"], several) == ["predict", "--gpu", "t4", "x"]
 
 
 FULL = """

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.collectives.calibration import CollectiveSweep, Curve, between_curves, smooth
+from costmodel.collectives.calibration import CollectiveSweep, Curve, between_curves, smooth_knots
 
 
 def test_knots_of_data_that_rise_are_the_data():
-    assert smooth([1, 2, 4, 8], [1.0, 1.5, 2.0, 7.0]) == ((1.0, 2.0, 4.0, 8.0), (1.0, 1.5, 2.0, 7.0))
+    assert smooth_knots([1, 2, 4, 8], [1.0, 1.5, 2.0, 7.0]) == ((1.0, 2.0, 4.0, 8.0), (1.0, 1.5, 2.0, 7.0))
 
 
 def test_repetitions_give_their_median_and_a_spike_goes():
     sizes = [1, 2, 4, 8, 16] * 3
     seconds = [1.0, 9.0, 1.2, 1.3, 2.0] * 2 + [5.0, 9.0, 1.2, 1.3, 2.0]
-    assert smooth(sizes, seconds)[1][0] == 1.0
-    assert max(smooth(sizes, seconds)[1][:-1]) < 1.4
+    assert smooth_knots(sizes, seconds)[1][0] == 1.0
+    assert max(smooth_knots(sizes, seconds)[1][:-1]) < 1.4
 
 
 def test_falling_times_are_levelled():
-    _, times = smooth([1, 2, 3, 4], [1.0, 1.0, 4.0, 3.0])
+    _, times = smooth_knots([1, 2, 3, 4], [1.0, 1.0, 4.0, 3.0])
     assert list(times) == sorted(times)
 
 
 def test_dense_sweeps_keep_few_knots():
     sizes = np.arange(1, 1001) * 1e6
-    known, times = smooth(sizes, 5e-5 + sizes / 1e11)
+    known, times = smooth_knots(sizes, 5e-5 + sizes / 1e11)
     assert len(known) <= 24
     curve = Curve(2, 1, tuple(size / 1e11 for size in known), times, 1e-6, 2e-6)
     for size in (3e6, 5.5e7, 9e8):
@@ -106,7 +106,7 @@ def test_across_nodes_a_curve_of_one_node_adds_what_the_network_adds():
 def test_never_less_time_for_more_bytes_whatever_was_measured(low, high, ranks, usable, place, step):
     curves = []
     for count, points in ((2, low), (8, high)):
-        knots = smooth([10**size for size, _ in points], [10**time for _, time in points])
+        knots = smooth_knots([10**size for size, _ in points], [10**time for _, time in points])
         curves.append(Curve(count, 1, *knots, 1e-6 * count, 2e-6 * count, 1 / count))
     first = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place, usable)
     assert between_curves(curves, ranks, 1, 1e-6 * ranks, 10 ** (place + step), usable) >= first * (1 - 1e-9)

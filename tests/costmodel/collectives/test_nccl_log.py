@@ -7,7 +7,7 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
 from costmodel.collectives.calibration import read_calibration
-from costmodel.collectives.sweep_logs import Given, kind_of, read_log, read_own_table
+from costmodel.collectives.sweep_logs import Given, read_log, read_own_table, transfer_kind
 from costmodel.commands.cli import main
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
@@ -167,7 +167,7 @@ def test_a_collective_that_the_log_contradicts_is_refused(log, text, name):
 
 def test_names_of_kinds():
     names = {"all_reduce_perf": "all_reduce", "alltoall_perf": "all_to_all", "AllGather": "all_gather"}
-    assert {name: kind_of(name) for name in names} == names and kind_of("log") is None
+    assert {name: transfer_kind(name) for name in names} == names and transfer_kind("log") is None
 
 
 def test_fit_makes_a_calibration_that_the_model_uses(log, capsys, user_machines):

@@ -22,7 +22,7 @@ from costmodel.cpu.calibration import (
     compile_microbenchmarks,
     dram_bytes,
     find_compiler,
-    this_cpu,
+    read_cpu_facts,
     thread_counts,
 )
 from costmodel.machines.machine_file import load_machine, write_machine
@@ -72,7 +72,9 @@ def scripted_machine(broken=(), lines=None):
     kernels = (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow"), Microkernel("int8", "fast"))
     program = Scripted("nowhere", "cc 1.0 -O3", 256, 16, kernels)
     object.__setattr__(program, "broken", broken)
-    return calibrate_with(program, 2, CalibrationEffort(), (lines if lines is not None else []).append, this_cpu())
+    return calibrate_with(
+        program, 2, CalibrationEffort(), (lines if lines is not None else []).append, read_cpu_facts()
+    )
 
 
 def test_every_number_and_its_origin():
@@ -111,7 +113,7 @@ def test_a_slow_spell_in_one_round_does_not_count():
             return KernelSample(sample.best / 10, sample.median / 10) if Spell.calls <= 6 else sample
 
     program = Spell("nowhere", "cc", 256, 16, (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow")))
-    machine = calibrate_with(program, 2, CalibrationEffort(rounds=3), lambda line: None, this_cpu())
+    machine = calibrate_with(program, 2, CalibrationEffort(rounds=3), lambda line: None, read_cpu_facts())
     assert machine.peak_flops("float32", 1) == 100
     assert "best of 90" in machine.compute["float32"].origin
 

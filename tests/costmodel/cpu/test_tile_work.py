@@ -11,7 +11,7 @@ import pytest
 from costmodel.base.errors import MissingDependencyError
 from costmodel.cpu.calibration import build_program
 from costmodel.cpu.core_work import core_work, tile_loads
-from costmodel.cpu.roofline import explain
+from costmodel.cpu.roofline import explain_operator
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import Conv2d, Dense, FusedConvs
 
@@ -38,7 +38,7 @@ def test_a_product_is_bound_by_the_rate_of_tiles():
     outputs = 256 * 16
     assert work.flops == PRODUCT.flops and work.arithmetic == "bfloat16"
     assert work.load_bytes == outputs * 256 / 32 * 64
-    report = explain(PRODUCT, XEON, 1)
+    report = explain_operator(PRODUCT, XEON, 1)
     assert report.compute_seconds == pytest.approx(PRODUCT.flops / XEON.peak_flops("bfloat16", 1))
     assert core_work(PRODUCT, OLDER).load_bytes > 3 * work.load_bytes
 
@@ -63,10 +63,10 @@ def test_what_has_no_kernel_in_tiles_takes_a_slot_of_fp32_for_each_word(operator
 
 def test_only_pairs_with_a_depthwise_layer_multiply_in_tiles():
     depthwise = Conv2d(1, 256, 16, 16, 256, (3, 3), padding=(1, 1, 1, 1), groups=256, dtype="bfloat16")
-    two = explain(FusedConvs((depthwise, PRODUCT)), XEON, 1)
+    two = explain_operator(FusedConvs((depthwise, PRODUCT)), XEON, 1)
     rate = XEON.peak_flops("bfloat16", 1)
     assert two.stages[1].compute_seconds == pytest.approx(PRODUCT.flops / rate)
-    three = explain(FusedConvs((PRODUCT, depthwise, PRODUCT)), XEON, 1)
+    three = explain_operator(FusedConvs((PRODUCT, depthwise, PRODUCT)), XEON, 1)
     slots = PRODUCT.flops / 2 / XEON.peak_flops("float32", 1)
     assert three.stages[2].compute_seconds == pytest.approx(slots)
 

@@ -16,7 +16,7 @@ from costmodel.cpu.core_work import (
     winograd_applies,
     winograd_work,
 )
-from costmodel.cpu.roofline import RooflineModel, explain
+from costmodel.cpu.roofline import RooflineModel, explain_operator
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 
@@ -54,8 +54,8 @@ def test_the_roofline_takes_the_better_algorithm(vector_toy):
     """In L1 at 100 B/s the operands decide; direct sums load 1.5 vectors for each of 16 x 36 products."""
     direct = 16 * 36 * 1.5 * 16 / 100
     small = dataclasses.replace(SMALL, height=6, width=6, padding=(0, 0, 0, 0))
-    report = explain(small, vector_toy, 1)
-    slow = explain(dataclasses.replace(small, height=8, width=8, dilation=(2, 2)), vector_toy, 1)
+    report = explain_operator(small, vector_toy, 1)
+    slow = explain_operator(dataclasses.replace(small, height=8, width=8, dilation=(2, 2)), vector_toy, 1)
     assert slow.winograd_outputs == 0 and slow.core_seconds == pytest.approx(direct)
     assert report.winograd_outputs == 2 or report.winograd_outputs == 4
     assert report.seconds < direct
@@ -78,7 +78,7 @@ def test_where_it_does_not_apply():
 
 
 def test_without_vectors_nothing_is_known_of_it(toy):
-    assert explain(SMALL, toy, 1).winograd_outputs == 0
+    assert explain_operator(SMALL, toy, 1).winograd_outputs == 0
     with pytest.raises(ValueError, match="no vector unit"):
         winograd_work(SMALL, toy, 2)
 
@@ -86,11 +86,11 @@ def test_without_vectors_nothing_is_known_of_it(toy):
 def test_it_saves_most_with_many_channels_and_nothing_that_is_not_fp32():
     """On a real CPU: 128 channels on 28x28 gain a lot, a 64-bit layer has no such kernel, a pair has one too."""
     layer = square(128, 28)
-    report = explain(layer, XEON, 2)
+    report = explain_operator(layer, XEON, 2)
     direct = layer.flops / XEON.peak_flops("float32", 2)
     assert report.winograd_outputs in OUTPUTS and direct / 4 < report.seconds < direct / 1.5
-    assert explain(dataclasses.replace(layer, dtype="float64"), XEON, 2).winograd_outputs == 0
-    fused = explain(FusedConvs((layer, layer)), XEON, 2)
+    assert explain_operator(dataclasses.replace(layer, dtype="float64"), XEON, 2).winograd_outputs == 0
+    fused = explain_operator(FusedConvs((layer, layer)), XEON, 2)
     assert fused.winograd_outputs in OUTPUTS and 2 * report.core_seconds <= fused.core_seconds < 2 * direct
     assert fused.tile is not None and len(fused.stages) == 6
     assert fused.recomputation == pytest.approx(sum(fused.tile.recomputation) / 2)
@@ -100,9 +100,9 @@ def test_a_pair_is_priced_by_winograd_only_where_a_layer_allows_it():
     """A 1x1 behind a 3x3 of stride 2 is direct; behind one of stride 1 the transformed weights count."""
     strided, plain = square(64, 56, stride=2), square(64, 28)
     shrunk = dataclasses.replace(plain, kernel=(1, 1), padding=(0, 0, 0, 0))
-    assert explain(FusedConvs((strided, shrunk)), XEON, 2).winograd_outputs == 0
+    assert explain_operator(FusedConvs((strided, shrunk)), XEON, 2).winograd_outputs == 0
     pair = FusedConvs((plain, shrunk))
-    report = explain(pair, XEON, 2)
+    report = explain_operator(pair, XEON, 2)
     assert report.winograd_outputs == 4 and len(report.stages) == 4
     weights = next(each.size_bytes for each in report.traffic if each.tensor == "weights")
     assert weights == pair.weight_bytes + (36 - 9) * 64 * 64 * 4
@@ -111,7 +111,7 @@ def test_a_pair_is_priced_by_winograd_only_where_a_layer_allows_it():
 def test_blocks_of_tiles_stream_the_weights_again():
     """256 channels on 112x112: 784 tiles of 4x4 of 36 KB each; a core keeps 1 MiB of them, 28, to itself."""
     layer = square(256, 112)
-    report = explain(layer, XEON, 2)
+    report = explain_operator(layer, XEON, 2)
     assert report.winograd_outputs == 4
     sizes = {each.tensor: each.size_bytes for each in report.traffic}
     work = winograd_work(layer, XEON, 4)
@@ -134,7 +134,7 @@ def test_work_of_a_line_by_hand(vector_toy):
 def test_long_windows_and_few_outputs_are_priced_by_their_algorithms():
     """39 taps: 13 of 3 in 5 products each, or 10 of 4 in 7; one output channel: 16 columns of 20 taps in a vector."""
     layer = Conv2d(1, 32, 172, 264, 16, (3, 39), padding=(1, 19, 1, 19))
-    report, direct = explain(layer, XEON, 2), core_work(layer, XEON).flops / XEON.peak_flops("float32", 2)
+    report, direct = explain_operator(layer, XEON, 2), core_work(layer, XEON).flops / XEON.peak_flops("float32", 2)
     assert report.winograd_outputs in (3, 4) and direct / 2.3 < report.seconds < direct / 1.2
     single = Conv2d(1, 32, 172, 264, 1, (5, 5))
     assert core_work(single, XEON).flops == pytest.approx(single.flops * 16 * 20 / (16 * 5))

@@ -13,9 +13,7 @@ from costmodel.gpu.families.gemm import (
     TensorGemm,
     Tile,
     analyse_products,
-    choose,
     gemm_family,
-    simt_tiles,
     tile_times,
 )
 from costmodel.machines.machine_file import load_machine
@@ -98,18 +96,6 @@ def test_families_by_dtype_and_batch():
     assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "float16"), v100), TensorGemm)
     assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "bfloat16"), v100), SimtGemm)  # no BF16 units on Volta
     assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "float16"), p4), SimtGemm)
-
-
-def test_later_architectures_run_the_tiles_of_ampere():
-    assert simt_tiles(load_machine("h100-sxm"), True) == simt_tiles(load_machine("a100-sxm-80gb"), True)
-
-
-def test_choose_takes_row_by_row():
-    yes, no = np.array([1.0, 2.0]), np.array([3.0, 4.0])
-    seconds, terms_, features = choose(
-        np.array([True, False]), (yes, {"a": yes}, {"f": yes}), (no, {"a": no}, {"f": no})
-    )
-    assert seconds.tolist() == terms_["a"].tolist() == features["f"].tolist() == [1, 4]
 
 
 def test_a_product_added_to_values_moves_more_and_takes_longer():

@@ -96,7 +96,7 @@ SHARES = st.floats(0.2, 1.0)
 SPLIT_SUM = ConvolutionBackward(Conv2d(3, 1, 21, 21, 1, (1, 1), dtype="float16"), "weight")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MACHINES), OPERATORS, SHARES, SHARES, SHARES)
 @example("h100-sxm", SPLIT_SUM, 0.5, 1.0, 1.0)
 def test_no_estimate_falls_with_a_rate(name, operator, compute, l2, dram):
@@ -116,7 +116,7 @@ def test_the_parts_of_a_split_sum_are_added_by_a_kernel():
 PRODUCTS = st.builds(Gemm, st.integers(1, 20), SIZES, SIZES, SIZES, DTYPES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(MACHINES), PRODUCTS, SHARES)
 @example("h100-pcie", Gemm(1, 2817, 1025, 73, "float16"), 0.875)
 def test_no_product_is_faster_on_fewer_multiprocessors(name, operator, share):

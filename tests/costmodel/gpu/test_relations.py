@@ -44,7 +44,7 @@ GPUS = sorted(name for name, path in machine_files().items() if path.parent.name
 # Where trees still answer for products, on L40S, more may be faster (docs/limits.md).
 LEARNED = {name: residuals_for(load_machine(name)).get("gemm-tensor") for name in GPUS}
 RISING = [name for name, known in LEARNED.items() if known is None or known[1].lattice is not None]
-DRAWN = settings(max_examples=60, deadline=None, derandomize=True)
+DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 EXACT = 1e-6
 
 HALF = st.sampled_from(["bfloat16", "float16"])
@@ -173,7 +173,7 @@ COMPUTING = st.one_of(
 )
 MOVING = st.one_of(STREAMS, ROWWISE, HALF_NORMS, IMAGE_NORMS, POOLS, MOVES, SORTS, CASTS, SHORT)
 # Drawn once more: families are many, and each should meet several GPUs.
-EVERY = settings(DRAWN, max_examples=200)
+EVERY = settings(DRAWN, max_examples=120)
 
 
 def has_units(machine, operator):

@@ -7,7 +7,7 @@ import yaml
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.collectives.collective_model import collective_cost_model
-from costmodel.commands.cli import described, listing
+from costmodel.commands.cli import cluster_record, listing
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.cluster_file import (
     cluster_files,
@@ -134,8 +134,8 @@ def test_the_users_own_cluster(user_machines, tmp_path):
     assert cluster.node_bandwidth() == pytest.approx(23e9)
     assert load_cluster(user_machines / "cluster" / "mine.yaml", 8) == cluster
     assert "mine" in {row["name"] for row in listing()}
-    assert described("mine")["bandwidth"] == "10 GB/s" and described("no-such") is None
-    assert described("infiniband-ndr")["datasheet"] == "50 GB/s"
+    assert cluster_record("mine")["bandwidth"] == "10 GB/s" and cluster_record("no-such") is None
+    assert cluster_record("infiniband-ndr")["datasheet"] == "50 GB/s"
 
 
 @pytest.mark.parametrize(

@@ -28,18 +28,6 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 """
 # By row of the page: the body of make_step, GPUs (None: one, without --gpus), what the refusal says.
 ROWS = {
-    "`FullyShardedDataParallel` (FSDP1)": (
-        "from torch.distributed.fsdp import FullyShardedDataParallel\n"
-        + LAYER
-        + "return FullyShardedDataParallel(layer), lambda: None",
-        2,
-        "use torch.distributed.fsdp.fully_shard",
-    ),
-    "`SyncBatchNorm`": (
-        "norm = torch.nn.SyncBatchNorm(4).cuda()\nreturn norm, lambda: norm(torch.randn(2, 4, 8, 8, device='cuda'))",
-        2,
-        "keep BatchNorm",
-    ),
     "`torch.cuda.CUDAGraph`, `make_graphed_callables`": (
         LAYER + "return layer, lambda: torch.cuda.make_graphed_callables(layer, (data,))",
         None,

@@ -55,21 +55,6 @@ def test_a_host_bound_step_is_the_host_and_its_last_kernel():
     assert path.host_bound_fraction == 1
 
 
-def test_a_device_bound_step_is_its_kernels():
-    d = Drawing()
-    for _ in range(3):
-        d.kernel("gemm", 10, bound="compute")
-    d.kernel("norm", 5, bound="memory:DRAM")
-    d.kernel("unknown", 1, bound="")
-    d.kernel("copy", 2, kind="copy")
-    path = path_of(together(d))
-    assert path.by_kind == {"compute": 30, "memory": 5, "copy": 2, "T4": 1, "kernel": 1}
-    assert by_name(path)["gemm"] == 30
-    assert [segment.edge for segment in path.segments[:3]] == [Edge.NONE, Edge.LAUNCH, Edge.STREAM_ORDER]
-    assert path.segments[2].waits_for == "gemm"
-    assert path.host_bound_fraction == 1 / 39
-
-
 def test_an_item_in_the_middle_puts_device_and_host_one_after_the_other():
     d = Drawing()
     d.kernel("forward", 10)
@@ -87,15 +72,6 @@ def test_an_item_in_the_middle_puts_device_and_host_one_after_the_other():
     ]
     assert path.segments[2].edge is Edge.SYNCHRONISATION
     assert math.fsum(segment.seconds for segment in path.segments if segment.edge is Edge.SYNCHRONISATION) == 2
-
-
-def test_of_two_streams_the_longer_one_counts():
-    d = Drawing()
-    d.kernel("short", 5, stream=1)
-    d.kernel("long", 50, stream=2)
-    d.event(0, record=1, wait=2)
-    d.kernel("join", 1, stream=2)
-    assert by_name(path_of(together(d))) == {"long": 50, "T4": 2, "join": 1}
 
 
 def test_the_path_goes_through_the_autograd_thread():
@@ -195,16 +171,6 @@ def test_segments_follow_each_other_and_sum_to_the_step(seed: int, shared: bool)
         for sums in (path.by_kind, path.by_rank):
             assert sum(sums.values()) == pytest.approx(timeline.step_seconds)
         assert rank is None or {segment.rank for segment in path.segments} == {rank}
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 10**6))
-def test_segments_of_an_iteration_sum_to_its_time(seed: int):
-    graph = random_graph(seed)
-    timeline = simulate_iterations(graph, 4).timeline
-    for iteration, expected in enumerate(timeline.iteration_seconds):
-        path = critical_path(graph, timeline, iteration=iteration)
-        assert path.seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @settings(deadline=None, max_examples=30)

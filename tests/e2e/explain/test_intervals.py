@@ -11,7 +11,7 @@ from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import CriticalPath, Segment, task_family
 from e2e.explain.intervals import Deviations, step_interval
-from e2e.explain.predictor import Setting, predict
+from e2e.explain.predictor import Setting, predict_graph
 from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import Duration, Kernel
@@ -78,7 +78,7 @@ def test_host_time_on_the_path_is_as_uncertain_as_the_host_is_unknown():
         drawing.host(1.0)
     graph = unpriced(together(drawing))
     chosen = Setting(load_machine("a100-pcie-40gb"), Table(1.0, factor=1.5), ToyCollectives())
-    prediction = predict(graph, chosen, ToyCluster(), collectives=ToyCollectives()).prediction
+    prediction = predict_graph(graph, chosen, ToyCluster(), collectives=ToyCollectives()).prediction
     low, high = prediction.interval_seconds
     seconds = prediction.iteration_seconds
     assert seconds > 0 and (low, high) == pytest.approx((seconds / 1.5, seconds * 1.5))

@@ -9,7 +9,7 @@ import pytest
 
 from e2e.explain.breakdowns import range_figures
 from e2e.explain.critical_path import critical_path
-from e2e.report.html_report import page
+from e2e.report.html_report import render_page
 from e2e.report.text_report import render
 from e2e.report.timeline_export import trace_events
 from e2e.simulate.simulator import simulate
@@ -66,7 +66,7 @@ def test_figures_by_name():
 
 def test_a_rank_without_names_has_no_figures():
     result = predict_step(step(), setting(1.0, 1e-3))
-    assert result.prediction.ranges == () and "Named ranges" not in read_page(page(result)).text
+    assert result.prediction.ranges == () and "Named ranges" not in read_page(render_page(result)).text
 
 
 def test_ranges_enclose_what_is_in_them_on_threads_and_streams():
@@ -97,7 +97,7 @@ def test_tables_and_page_show_them(capsys):
     result = predict_ranks(named)
     render(result.prediction)
     printed = capsys.readouterr().out
-    written = read_page(page(result)).text
+    written = read_page(render_page(result)).text
     for text in (printed, written):
         assert "[b]<inner>" in text and "10000.000" in text and "80000.000" in text
         assert "a backward operator counts for the ranges of its forward operator" in text

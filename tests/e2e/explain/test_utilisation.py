@@ -150,7 +150,7 @@ def test_a_captured_transformer_has_the_flops_of_the_closed_form():
 def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from e2e.parallelism.parallel_graph import build
+    from e2e.parallelism.parallel_graph import build_parallel_graph
     from e2e.parallelism.spec import parse_parallel
 
     tokens, layers, width, words = 64, 12, 768, 50257
@@ -158,7 +158,9 @@ def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
     forward_of_layers = 2 * tokens * layers * (24 * width**2 + 4 * tokens * width)
     for recompute, again in (("none", 0), ("full", forward_of_layers)):
         spec = parse_parallel(f"dp=2,recompute={recompute}")
-        found = utilisation_of(build("gpt2", spec, StepOptions(batch_size=1, sequence_length=tokens)).graph, H100, 1.0)
+        found = utilisation_of(
+            build_parallel_graph("gpt2", spec, StepOptions(batch_size=1, sequence_length=tokens)).graph, H100, 1.0
+        )
         # Two replicas, one sequence each.
         assert found.model_flops == pytest.approx(2 * tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-6)
         assert found.executed_flops - found.model_flops == pytest.approx(again, rel=1e-6)

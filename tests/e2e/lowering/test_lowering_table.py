@@ -25,7 +25,7 @@ from costmodel.operators.device_work import (
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering import unknown_operators
-from e2e.lowering.families.optimizer_operators import launches
+from e2e.lowering.families.optimizer_operators import list_launches
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
 from e2e.step.options import StepOptions
@@ -317,18 +317,18 @@ def parameters(*sizes: int) -> tuple[Tensor, ...]:
 
 
 def test_launches_are_cut_by_tensors_and_by_blocks():
-    assert list(launches(parameters(10, 20, 30), 2)) == [(30, 2), (30, 1)]
+    assert list(list_launches(parameters(10, 20, 30), 2)) == [(30, 2), (30, 1)]
     chunk = 65536
-    assert list(launches(parameters(chunk * 330), 64)) == [(chunk * 320, 1), (chunk * 10, 1)]
-    assert list(launches(parameters(chunk * 319, 3 * chunk, 7), 64)) == [(chunk * 320, 2), (2 * chunk + 7, 2)]
-    assert list(launches(parameters(0, 5), 64)) == [(5, 1)]
-    assert not list(launches((), 64))
+    assert list(list_launches(parameters(chunk * 330), 64)) == [(chunk * 320, 1), (chunk * 10, 1)]
+    assert list(list_launches(parameters(chunk * 319, 3 * chunk, 7), 64)) == [(chunk * 320, 2), (2 * chunk + 7, 2)]
+    assert list(list_launches(parameters(0, 5), 64)) == [(5, 1)]
+    assert not list(list_launches((), 64))
 
 
 def test_launches_of_a_recorded_optimizer():
     """Per step of the profile of 21 layers of 1024 x 1024 on one GPU: two kernels."""
     sizes = [size for _ in range(21) for size in (1024 * 1024, 1024)]
-    assert len(list(launches(parameters(*sizes), 64))) == 2
+    assert len(list(list_launches(parameters(*sizes), 64))) == 2
 
 
 def test_foreach_reads_and_writes_by_its_lists():

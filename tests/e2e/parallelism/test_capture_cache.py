@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e.parallelism import capture_cache
-from e2e.parallelism.capture_cache import remembered
+from e2e.parallelism.capture_cache import load_or_make
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ class Trap:
 
 
 def test_a_capture_is_made_once_also_for_the_next_process(tmp_path: Path, own_key: Path):
-    assert remembered(tmp_path, "key", lambda: [1, 2]) == [1, 2]
+    assert load_or_make(tmp_path, "key", lambda: [1, 2]) == [1, 2]
     capture_cache._key.cache_clear()  # as in another process
-    assert remembered(tmp_path, "key", lambda: pytest.fail("made again")) == [1, 2]
+    assert load_or_make(tmp_path, "key", lambda: pytest.fail("made again")) == [1, 2]
     assert own_key.stat().st_mode & 0o077 == 0
 
 
@@ -41,19 +41,19 @@ def test_a_capture_is_made_once_also_for_the_next_process(tmp_path: Path, own_ke
 def test_what_somebody_else_made_is_not_loaded(tmp_path: Path, seal: bytes):
     sprung = tmp_path / "sprung"
     (tmp_path / "key.pickle").write_bytes(seal + pickle.dumps(Trap(str(sprung))))
-    assert remembered(tmp_path, "key", lambda: "made anew") == "made anew"
+    assert load_or_make(tmp_path, "key", lambda: "made anew") == "made anew"
     assert not sprung.exists()
-    assert remembered(tmp_path, "key", lambda: pytest.fail("made again")) == "made anew"
+    assert load_or_make(tmp_path, "key", lambda: pytest.fail("made again")) == "made anew"
 
 
 def test_a_folder_of_another_user_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    remembered(tmp_path, "key", lambda: "theirs")
+    load_or_make(tmp_path, "key", lambda: "theirs")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another user"))
     capture_cache._key.cache_clear()
-    assert remembered(tmp_path, "key", lambda: "own") == "own"
+    assert load_or_make(tmp_path, "key", lambda: "own") == "own"
 
 
 def test_without_a_place_for_the_key_captures_are_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert remembered(tmp_path, "key", lambda: 3) == 3
+    assert load_or_make(tmp_path, "key", lambda: 3) == 3

@@ -12,7 +12,7 @@ import pytest
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.experts import ExpertRouting
 from e2e.parallelism import ParallelGraph, parse_parallel
-from e2e.parallelism.expert_parallel import Exchange, met
+from e2e.parallelism.expert_parallel import Exchange, parts_met_in_groups
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
 from e2e.step.options import StepOptions
@@ -262,7 +262,7 @@ DEEPSEEK = {
 ALONE = {"first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,ep=2", "tp=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
 def test_dense_layers_at_the_front_have_no_experts(text):
     """Two of four: DeepSeek-V3 has three of 61, as many as are captured."""
     built = spread(text, **DEEPSEEK, first_k_dense_replace=2)
@@ -466,9 +466,9 @@ def test_tokens_that_keep_to_some_groups_of_experts_meet_fewer_nodes():
     """Eight of 256 experts: 5.3 of eight nodes; from four of eight groups, all four of them but seldom."""
     free = Exchange(64, "deepep")
     kept = Exchange(64, "deepep", groups=(4, 8))
-    assert met(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
-    assert met(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
-    assert met(kept, 256, 8, 1) == met(free, 256, 8, 1) == 1
+    assert parts_met_in_groups(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
+    assert parts_met_in_groups(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
+    assert parts_met_in_groups(kept, 256, 8, 1) == parts_met_in_groups(free, 256, 8, 1) == 1
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8, 16, 32])
@@ -481,7 +481,7 @@ def test_ranks_that_a_token_meets_are_those_of_drawn_tokens(parts: int) -> None:
     np.put_along_axis(allowed[:, :, 0], groups, True, axis=1)
     chosen = np.where(allowed, scores, -1.0).reshape(20_000, 256).argsort(axis=1)[:, -8:]
     found = np.mean([len(set(row)) for row in (chosen // (256 // parts)).tolist()])
-    assert met(Exchange(parts, groups=(4, 8)), 256, 8, parts) == pytest.approx(found, rel=0.01)
+    assert parts_met_in_groups(Exchange(parts, groups=(4, 8)), 256, 8, parts) == pytest.approx(found, rel=0.01)
 
 
 def tasks_named(built: ParallelGraph, name: str) -> list[Any]:

@@ -13,7 +13,7 @@ from costmodel.operators.device_work import Gemm
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.pieces import Called, Work
 from e2e.parallelism.rewrites import Condenser
-from e2e.report.tables import launches
+from e2e.report.tables import launches_text
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, HostWork, RankGraph
 
@@ -45,7 +45,7 @@ def test_every_micro_batch_calls_its_operators_again():
         assert many.kernels < many.operators
     assert four.operators == sum(rank.operators for rank in four.ranks)
     assert four.kernels == sum(rank.kernels for rank in four.ranks)
-    told = launches(four)
+    told = launches_text(four)
     counts = [rank.kernels for rank in four.ranks]
     assert told.startswith(f"{min(counts):,} to {max(counts):,} in ") and told.endswith("on each of 4 distinct ranks")
 

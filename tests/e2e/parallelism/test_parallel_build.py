@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.machines.cluster import single_gpu
 from costmodel.machines.machine_file import load_machine
-from e2e.explain.predictor import Setting, predict
+from e2e.explain.predictor import Setting, predict_graph
 from e2e.lowering.lower_trace import lower_step
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build_parallel_graph, parse_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
@@ -47,8 +48,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+@cache
 def spread(model: Path, text: str, step: StepOptions = STEP) -> ParallelGraph:
-    return build(model, parse_parallel(text), step, captures=model.parent / "captures")
+    return build_parallel_graph(model, parse_parallel(text), step, captures=model.parent / "captures")
 
 
 def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tuple[str, int]]:
@@ -67,9 +69,9 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     setting = Setting(load_machine("h100-sxm"), load_overheads())
     lowered = lower_step(trace, StepOptions(compile=setting.compiled))
     cluster = single_gpu(setting.machine)
-    alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
+    alone = predict_graph(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")
-    spread_out = predict(built.graph, setting, cluster).prediction
+    spread_out = predict_graph(built.graph, setting, cluster).prediction
     assert spread_out.kernels == alone.kernels
     assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
     assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)
@@ -230,7 +232,7 @@ def test_runs_are_longer_where_there_are_more_kernels(gpt: Path, monkeypatch: py
     def runs(limit: int) -> int:
         monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", limit)
         condenser = Condenser(load_overheads(), kernels=2)
-        built = build(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
+        built = build_parallel_graph(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
         return len(built.graph.ranks[0].tasks)
 
     counts = [runs(limit) for limit in (10**6, 1500, 750, 375, 188)]
@@ -316,18 +318,18 @@ def test_heads_of_keys_must_divide(llama: Path) -> None:
 
 def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no transformer"):
-        build("resnet-50", parse_parallel("dp=2"))
+        build_parallel_graph("resnet-50", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="is not known; nearest"):
-        build("gpt9", parse_parallel("dp=2"))
+        build_parallel_graph("gpt9", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="not alike"):
-        build("switch-base-8", parse_parallel("dp=2"))
+        build_parallel_graph("switch-base-8", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="--dtype bfloat16 or float16"):
-        build("gpt2", parse_parallel("dp=2,master-weights=yes"))
+        build_parallel_graph("gpt2", parse_parallel("dp=2,master-weights=yes"))
 
 
 def seconds_of(built: ParallelGraph) -> float:
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    return predict(built.graph, setting, single_gpu(setting.machine)).prediction.gpu_active_seconds
+    return predict_graph(built.graph, setting, single_gpu(setting.machine)).prediction.gpu_active_seconds
 
 
 def test_compiled_layers_have_fewer_kernels_the_same_gradients_and_keep_less(llama: Path) -> None:

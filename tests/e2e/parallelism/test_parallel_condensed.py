@@ -11,8 +11,8 @@ import pytest
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
 from e2e.explain.prediction import Prediction
-from e2e.explain.predictor import Setting, predict
-from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.explain.predictor import Setting, predict_graph
+from e2e.parallelism import ParallelGraph, build_parallel_graph, parse_parallel
 from e2e.parallelism.rewrites import Condenser
 from e2e.price.host_overheads import load_overheads
 from e2e.step.options import StepOptions
@@ -40,9 +40,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     def built(spread: str) -> Built:
         spec = parse_parallel(spread)
         with pytest.MonkeyPatch.context() as patch:
-            whole = build(path, spec, STEP, captures=folder)
+            whole = build_parallel_graph(path, spec, STEP, captures=folder)
             patch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 500)
-            condensed = build(path, spec, STEP, captures=folder, condenser=Condenser(load_overheads()))
+            condensed = build_parallel_graph(path, spec, STEP, captures=folder, condenser=Condenser(load_overheads()))
         assert any("in runs of" in line for line in condensed.warnings)
         assert len(condensed.graph.ranks[0].tasks) < len(whole.graph.ranks[0].tasks) / 2
         return whole, condensed
@@ -54,7 +54,7 @@ def predicted(built: Built, gpu: str, spread: float | None = None) -> tuple[Pred
     setting = Setting(load_machine(gpu), load_overheads())
     gpus = sum(built[0].graph.multiplicity.values())
     whole, condensed = (
-        predict(each.graph, setting, load_cluster(gpu, gpus), each.memory, speed_spread=spread).prediction
+        predict_graph(each.graph, setting, load_cluster(gpu, gpus), each.memory, speed_spread=spread).prediction
         for each in built
     )
     return whole, condensed

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import build
+from e2e.parallelism import build_parallel_graph
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.predict_request import predict_request
+from e2e.sources.requests import Model, SpreadModel
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.options import StepOptions
 
@@ -53,12 +53,12 @@ def test_a_replica_does_what_one_gpu_does(config):
 
 
 def test_tensor_parallel_layers_meet_twice_and_once_for_the_words(config):
-    graph = build(config, parse_parallel("tp=4"), STEP).graph
+    graph = build_parallel_graph(config, parse_parallel("tp=4"), STEP).graph
     assert collectives(graph) == [("all_reduce", 0)] * (2 * 4 + 1)
 
 
 def test_stages_send_forward_alone(config):
-    built = build(config, parse_parallel("pp=2,micro-batches=3"), STEP)
+    built = build_parallel_graph(config, parse_parallel("pp=2,micro-batches=3"), STEP)
     assert collectives(built.graph) == [("send", 0)] * 3 + [("recv", built.graph.ranks[1].rank)] * 3
     phases = {call.phase for rank in built.graph.ranks for call in rank.calls.values() if call.id in _called(rank)}
     assert phases == {"forward"}
@@ -70,7 +70,9 @@ def _called(rank) -> set[int]:
 
 def test_memory_is_that_of_parameters_and_one_part(config):
     spec = parse_parallel("tp=2")
-    trained, forward = (build(config, spec, replace(STEP, mode=each)).memory[0] for each in ("train", "inference"))
+    trained, forward = (
+        build_parallel_graph(config, spec, replace(STEP, mode=each)).memory[0] for each in ("train", "inference")
+    )
     assert forward.breakdown["parameters"] == trained.breakdown["parameters"]
     assert forward.breakdown["gradients"] == forward.breakdown["optimizer_state"] == 0
     # In use besides the workspaces of libraries: parameters and the largest part.
@@ -83,4 +85,4 @@ def test_memory_is_that_of_parameters_and_one_part(config):
 @pytest.mark.parametrize("text", ["fsdp=4", "dp=4,recompute=full", "pp=4,micro-batches=4,schedule=gpipe"])
 def test_what_only_training_has_is_refused(config, text):
     with pytest.raises(InputError, match=f"{text.split(',')[-1].split('=')[0]} is about .*--mode inference"):
-        build(config, parse_parallel(text), STEP)
+        build_parallel_graph(config, parse_parallel(text), STEP)

@@ -15,7 +15,7 @@ from costmodel.cost_model import CostModel, Estimate
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
-from e2e.parallelism.pipeline import Command, commands, in_flight, parts_of, passes
+from e2e.parallelism.pipeline import Command, commands, in_flight, passes, stage_parts
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_writer import SHARDS
 from e2e.price.collective_pricing import price_collectives
@@ -80,7 +80,7 @@ def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
     plans = []
     for stage in range(spec.pp):
         counts = layer_counts(spec, layers, "toy")
-        chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
+        chunks = tuple(part_names(counts, part) for part in stage_parts(spec, stage))
         plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, ()))
     return plans
 

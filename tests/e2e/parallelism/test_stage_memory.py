@@ -14,7 +14,7 @@ from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.part_memory import MemoryEvent, PartMemory, memory_of_parts
 from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces
-from e2e.parallelism.pipeline import in_flight, parts_of, passes, warm_up
+from e2e.parallelism.pipeline import in_flight, passes, stage_parts, warm_up
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import (
     GATHERED,
@@ -62,7 +62,7 @@ def plans(spec: ParallelSpec, layers: int = LAYERS, memory: Mapping[Name, PartMe
     counts = layer_counts(spec, layers, "toy")
     return [
         StagePlan(
-            spec, stage, layers, pieces, tuple(part_names(counts, part) for part in parts_of(spec, stage)), sizes, 4,
+            spec, stage, layers, pieces, tuple(part_names(counts, part) for part in stage_parts(spec, stage)), sizes, 4,
             2 * MIB, 0, (),
         )
         for stage in range(spec.pp)

@@ -10,7 +10,7 @@ from costmodel.base.errors import InputError
 from costmodel.cost_model import Estimate
 from e2e.price.collective_pricing import price_collectives
 from tests.e2e.drawn_graphs import Drawing, together
-from tests.e2e.toy_predictions import ToyCluster, ToyCollectives, predict_ranks, unpriced
+from tests.e2e.toy_predictions import ToyCluster, ToyCollectives, unpriced
 
 
 def test_groups_are_priced_by_size_ranks_and_nodes():
@@ -23,16 +23,6 @@ def test_groups_are_priced_by_size_ranks_and_nodes():
     price_collectives(unpriced(together(*drawings)), ToyCluster(), model)
     asked = {(each.kind, each.size_bytes, each.ranks, each.nodes, each.sharing) for each in model.asked}
     assert asked == {("all_reduce", 100, 2, 1, 1), ("all_reduce", 300, 4, 2, 1)}
-
-
-def test_folded_groups_share_the_network_of_their_node():
-    """Rank 0 stands for 4: two groups of two, (0, 2) and (1, 3), each over both nodes, send at the same time."""
-    model = ToyCollectives()
-    drawing = Drawing(0)
-    drawing.collective("data parallel", 0, 0, ranks=(0, 2), size=100)
-    price_collectives(unpriced(together(drawing, multiplicity={0: 4})), ToyCluster(), model)
-    (transfer,) = model.asked
-    assert (transfer.ranks, transfer.nodes, transfer.sharing) == (2, 2, 2)
 
 
 class Broken(ToyCollectives):
@@ -72,29 +62,6 @@ def test_links_are_used_as_far_as_the_model_says():
     # Both directions at once do not disturb each other.
     assert links((0, 1), {0: 2}, "send") == {"gpu 0 out": 0.25}
     assert links((0, 1), {0: 2}, "recv") == {"gpu 0 in": 0.25}
-
-
-def test_an_uneven_all_to_all_takes_what_the_busiest_rank_takes():
-    """Of its 300 bytes it keeps half."""
-    drawings = [Drawing(rank) for rank in range(2)]
-    for drawing, size in zip(drawings, (100, 300), strict=True):
-        drawing.collective("nccl", 0, 0, kind="all_to_all", size=size, launch=0)
-    (collective,) = predict_ranks(together(*drawings)).prediction.collectives
-    assert collective.transfer_seconds == pytest.approx(1.5)
-
-
-def test_a_group_of_one_moves_nothing():
-    drawing = Drawing(0)
-    drawing.collective("nccl", 0, 0, ranks=(0,), size=10**9)
-    graph = price_collectives(unpriced(together(drawing)), ToyCluster(), ToyCollectives())
-    assert graph.ranks[0].tasks[0].duration.seconds == 0
-
-
-def test_ranks_beyond_the_cluster_are_refused():
-    drawing = Drawing(0)
-    drawing.collective("nccl", 0, 0, ranks=(0, 4))
-    with pytest.raises(InputError, match="has rank 4, but toy has 4 GPUs"):
-        price_collectives(unpriced(together(drawing)), ToyCluster(), ToyCollectives())
 
 
 def test_an_unknown_collective_is_refused():

@@ -14,15 +14,15 @@ from e2e.price.host_overheads import (
     KINDS,
     Inflation,
     OverheadTable,
-    family_of,
     fit_table,
+    foreign_host_note,
     known_hosts,
     load_inflation,
     load_overheads,
     load_table,
-    merge,
+    merge_tables,
+    overhead_family,
     save_table,
-    standing_in,
     without_hiccups,
     without_outliers,
 )
@@ -141,7 +141,7 @@ def test_inflation_is_taken_out_by_records() -> None:
 
 
 def test_merging_weighs_by_samples() -> None:
-    merged = merge("both", [table(10 * US, 300), table(20 * US, 100)])
+    merged = merge_tables("both", [table(10 * US, 300), table(20 * US, 100)])
     assert merged.means["T3"]["aten::add"].seconds == pytest.approx(12.5 * US)
     assert merged.means["T3"]["aten::add"].count == 400
     assert len(merged.sources) == 2
@@ -255,8 +255,8 @@ def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: 
     assert set(known_hosts()) == {*STACKS, SHARED_NAME, H100_NAME}
     with pytest.raises(InputError, match="no host of that name; known: a100-resnet50-ddp, h100-server"):
         load_overheads(Path("my-host"))
-    assert H100_NAME in standing_in(load_overheads(architecture="hopper"))
-    assert standing_in(load_overheads(Path("v100-resnet50"))) == ""
+    assert H100_NAME in foreign_host_note(load_overheads(architecture="hopper"))
+    assert foreign_host_note(load_overheads(Path("v100-resnet50"))) == ""
 
 
 def test_a_newer_host_takes_the_level_inside_operators_for_what_it_was_not_seen_to_do() -> None:
@@ -294,7 +294,11 @@ def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording
 
 
 def test_collectives_have_one_family_by_any_name() -> None:
-    assert family_of("_c10d_functional::all_gather_into_tensor") == family_of("c10d::_allgather_base_") == "c10d"
+    assert (
+        overhead_family("_c10d_functional::all_gather_into_tensor")
+        == overhead_family("c10d::_allgather_base_")
+        == "c10d"
+    )
 
 
 def test_what_comes_back_in_every_step_is_no_hiccup() -> None:

@@ -9,7 +9,7 @@ import pytest
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.power import DRAWN_POWER
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.pricing import as_cuda_graph, launching_calls, price, total
+from e2e.price.pricing import as_cuda_graph, launching_calls, price, sum_durations
 from e2e.step.execution_graph import (
     CallInfo,
     Duration,
@@ -152,16 +152,16 @@ def part(seconds: float, bound: str = "", source="measured", power: float | None
 
 
 def test_a_sum_is_limited_by_its_longest_part_and_as_sure_as_its_least_sure():
-    whole = total([part(1, "a", "fitted"), part(3, "b", "measured"), part(2, "c", "analytic")])
+    whole = sum_durations([part(1, "a", "fitted"), part(3, "b", "measured"), part(2, "c", "analytic")])
     assert whole == Duration(6, 3, 12, "b", "analytic")
-    assert total([part(1, source="measured"), part(1, source="fitted")]).source == "fitted"
-    assert total([part(1, source="measured"), part(1, source="measured")]).source == "measured"
+    assert sum_durations([part(1, source="measured"), part(1, source="fitted")]).source == "fitted"
+    assert sum_durations([part(1, source="measured"), part(1, source="measured")]).source == "measured"
 
 
 def test_power_is_the_mean_over_the_seconds_where_it_is_known_of_all():
-    assert total([part(1, power=0.2), part(3, power=0.6)]).power == pytest.approx(0.5)
-    assert total([part(1, power=0.2), part(3)]).power is None
-    assert total([part(0.0, power=0.2)]).power is None
+    assert sum_durations([part(1, power=0.2), part(3, power=0.6)]).power == pytest.approx(0.5)
+    assert sum_durations([part(1, power=0.2), part(3)]).power is None
+    assert sum_durations([part(0.0, power=0.2)]).power is None
 
 
 # --- one CUDA graph --------------------------------------------------------------------------------

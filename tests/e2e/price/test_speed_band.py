@@ -11,7 +11,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import load_machine
-from e2e.explain.predictor import predict
+from e2e.explain.predictor import predict_graph
 from e2e.price.speed_band import (
     SPEED_BAND,
     SpeedBand,
@@ -19,7 +19,7 @@ from e2e.price.speed_band import (
     chip_name,
     load_speed_band,
     release_spread,
-    slowed,
+    slow_down,
     with_speeds,
 )
 from e2e.simulate.simulator import simulate
@@ -42,7 +42,7 @@ def job(ranks: int = 2) -> ExecutionGraph:
 
 
 def asked(graph: ExecutionGraph, spread: float | None = None, band: SpeedBand | None = BAND):
-    return predict(
+    return predict_graph(
         graph, SETTING, ToyCluster(), collectives=ToyCollectives(), speed_spread=spread, band=band
     ).prediction
 
@@ -95,7 +95,7 @@ def test_all_kernels_that_a_task_stands_for_are_slowed():
     drawing.kernel("run", 8.0)
     run = Kernel("part", "kernel", (), duration=Duration(4.0, 3.0, 5.0))
     drawing.tasks[0] = replace(drawing.tasks[0], kernels=(run, run))
-    (task,) = slowed(together(drawing), 0.25).ranks[0].tasks
+    (task,) = slow_down(together(drawing), 0.25).ranks[0].tasks
     assert task.duration is not None and task.duration.seconds == 10.0
     assert [each.duration for each in task.kernels] == [Duration(5.0, 3.75, 6.25)] * 2
 

@@ -11,12 +11,12 @@ import pytest
 
 from e2e.explain.breakdowns import phase_seconds, phase_spans
 from e2e.report.html_report import (
-    covered,
+    covered_share,
     host_seconds,
     memory_course,
-    page,
+    render_page,
+    shown_points,
     timeline_lanes,
-    worth_showing,
     write_report,
 )
 from e2e.report.tables import module_seconds, operator_rows
@@ -63,8 +63,8 @@ def test_hosts_that_wait_and_collectives_that_wait_are_kinds_of_their_own():
 def test_pixels_have_the_share_that_pieces_cover():
     edges = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
     begins, ends = np.array([2.25, 0.5, 9.0]), np.array([2.5, 1.5, 10.0])
-    assert covered(begins, ends, edges) == pytest.approx([0.5, 0.5, 0.25, 0.0])
-    assert covered(np.array([-1.0]), np.array([10.0]), edges) == pytest.approx(1.0)
+    assert covered_share(begins, ends, edges) == pytest.approx([0.5, 0.5, 0.25, 0.0])
+    assert covered_share(np.array([-1.0]), np.array([10.0]), edges) == pytest.approx(1.0)
 
 
 def test_phase_spans_are_what_phase_seconds_sum():
@@ -99,7 +99,7 @@ def test_operators_of_several_ranks_have_the_path_of_their_own_rank():
     (across,) = (row for row in operator_rows(rank, result.path) if row.name == "gemm")
     (own,) = (row for row in operator_rows(rank, result.paths[0]) if row.name == "gemm")
     assert across.path_seconds == 0 and own.path_seconds == pytest.approx(10)
-    text = read_page(page(result)).text
+    text = read_page(render_page(result)).text
     assert "on its critical path" in text and "the critical path is that of this rank alone" in text
     assert "on the path" in text and "the step never waits for a rank with 0" in text
 
@@ -113,23 +113,23 @@ def test_memory_over_the_step_reaches_its_peak_and_no_more():
     assert {moment.call for moment in result.memory[0].course} & host_seconds(result, 0).keys()
     times, levels = memory_course(result, 0)
     assert levels.sum(axis=1).max() == usage.peak_bytes and (np.diff(times) >= 0).all()
-    assert "Memory in use over the step" in read_page(page(result)).text
+    assert "Memory in use over the step" in read_page(render_page(result)).text
 
 
 def test_a_host_that_waits_before_it_begins_does_not_fill_the_chart_and_peaks_stay():
     """Its first call is half a second early: nothing changes until the step itself."""
     times, totals = np.array([-500.0, 0.0, 1.0, 2.0, 3.0]), np.array([5.0, 5.0, 9.0, 13.0, 6.0])
-    assert worth_showing(times, totals).tolist() == [1, 2, 3, 4]
-    assert worth_showing(times, np.full(5, 5.0)).tolist() == [0, 1, 2, 3, 4]
+    assert shown_points(times, totals).tolist() == [1, 2, 3, 4]
+    assert shown_points(times, np.full(5, 5.0)).tolist() == [0, 1, 2, 3, 4]
     many = np.linspace(0.0, 1.0, 10_000)
     totals = np.where(np.arange(10_000) == 5_555, 9.0, np.arange(10_000) % 7)
-    shown = worth_showing(many, totals)
+    shown = shown_points(many, totals)
     assert len(shown) < 500 and 5_555 in shown and shown[0] == 0 and shown[-1] == 9_999
 
 
 def test_memory_that_no_course_is_known_of_is_told_at_its_peak():
     usage = {0: MemoryUsage(3 << 30, {"parameters": 2 << 30, "activations": 1 << 30}, -1, "")}
-    read = read_page(page(predict_ranks(reduced((10.0, 16.0)), memory=usage)))
+    read = read_page(render_page(predict_ranks(reduced((10.0, 16.0)), memory=usage)))
     assert "Memory in use over the step" not in read.text and "3 GiB" in read.text
 
 
@@ -144,11 +144,11 @@ def hostile_result():
 def test_names_are_escaped_wherever_they_stand():
     result = hostile_result()
     result = replace(result, prediction=replace(result.prediction, warnings=[HOSTILE], notes=[HOSTILE]))
-    read = read_page(page(result))
+    read = read_page(render_page(result))
     assert read.count("b") == 0 and HOSTILE in read.text
     several = predict_ranks(replace(reduced((10.0, 16.0)), source=HOSTILE), memory={})
     collectives = [replace(each, kind=HOSTILE, source=HOSTILE) for each in several.prediction.collectives]
-    read = read_page(page(replace(several, prediction=replace(several.prediction, collectives=collectives))))
+    read = read_page(render_page(replace(several, prediction=replace(several.prediction, collectives=collectives))))
     assert read.count("b") == 0 and read.text.count("</script><b") > 3
 
 

@@ -13,7 +13,7 @@ from e2e.commands.cli import app
 from e2e.explain.critical_path import PathPart
 from e2e.explain.prediction import Advice, Alternative, AskedValue, LargestBatch, WhatIfRow, throughput_of
 from e2e.explain.utilisation import GpuPrice, StepEnergy, cost_of
-from e2e.report.html_report import page, write_report
+from e2e.report.html_report import render_page, write_report
 from e2e.report.tables import number_text
 from e2e.report.text_report import PLAIN_WIDTH, render, show
 from e2e.step.memory import MemoryUsage
@@ -43,7 +43,7 @@ def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
     prediction = result.prediction
     record = json.loads(json.dumps(prediction.to_json()))
     assert record["iteration_seconds"] == prediction.iteration_seconds and record["fits"] is True
-    text = page(result)
+    text = render_page(result)
     read = read_page(text)
     assert "toy <model> on v100-pcie-32gb" in read.text and read.count("model") == 0
     write_report(result, tmp_path / "out.html")
@@ -91,7 +91,7 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
     result = full_result()
     prediction = result.prediction
     render(prediction)
-    printed, written = capsys.readouterr().out, read_page(page(result)).text
+    printed, written = capsys.readouterr().out, read_page(render_page(result)).text
     for piece in (
         "--model <gpt2>",
         "--dtype float32 (TF32 off)",
@@ -171,14 +171,6 @@ def test_without_advice_the_text_says_how_to_get_it(capsys):
     assert "--what-if asks about the recorded step" in printed and "--advice" not in printed
 
 
-def test_the_record_is_json_and_the_timeline_is_there():
-    result = predict_ranks(reduced((10.0, 16.0)))
-    record = json.loads(json.dumps(result.prediction.to_json()))
-    assert record["ranks"][1]["attribution"]["compute"] == pytest.approx(16)
-    assert record["collectives"][0]["skew_seconds"] == pytest.approx(6)
-    assert result.timeline.task(0, 1, result.iteration).end > 0
-
-
 def test_one_record_has_what_those_of_one_gpu_and_of_several_had():
     """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
     one = predict_step(step(), setting(1.0, 1e-3)).prediction.to_json()
@@ -199,7 +191,7 @@ def test_reports_of_several_ranks_hold_the_figures(tmp_path, capsys):
                   "straggler   rank 1 came last in 1 collectives; the next one waited 6000.000 ms",
                   "2.00 to 2.00 GiB", "device time by operator"):  # fmt: skip
         assert piece in printed
-    written = page(result)
+    written = render_page(result)
     read = read_page(written)
     assert "toy <job> on 2 x v100" in read.text and read.count("job") == 0
     assert "rank 0, waiting for ranks: 6 s" in written and "rank 1" in read.text

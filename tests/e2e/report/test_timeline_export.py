@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from costmodel.base.errors import OutputError
 from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import critical_path
-from e2e.report.timeline_export import FIRST_STREAM_TRACK, described, trace_events, write_trace
+from e2e.report.timeline_export import FIRST_STREAM_TRACK, operator_text, trace_events, write_trace
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Launch
@@ -169,11 +169,11 @@ def test_the_critical_path_has_a_track_without_gaps(tmp_path: Path):
 
 def test_kernels_tell_their_sizes():
     record = Gemm(1, 64, 16, 32)
-    assert described(record).startswith("Gemm(") and "64" in described(record)
+    assert operator_text(record).startswith("Gemm(") and "64" in operator_text(record)
     d = Drawing()
     d.kernel("gemm", 1)
     graph = microseconds(d)
     rank = graph.ranks[0]
     graph = replace(graph, ranks=(replace(rank, tasks=(replace(rank.tasks[0], operators=(record,)),)),))
     (slice_,) = (event for event in trace_events(graph, simulate(graph)) if event["name"] == "gemm")
-    assert slice_["args"]["computes"] == described(record)
+    assert slice_["args"]["computes"] == operator_text(record)

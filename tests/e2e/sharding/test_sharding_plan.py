@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
-from costmodel.gpu.embedding_tables import load_tables
+from costmodel.gpu.embedding_tables import read_table_file
 from costmodel.machines.cluster import load_cluster
 from e2e.commands.cli import app
 from e2e.commands.shard_command import with_statistics
@@ -221,7 +221,7 @@ def planned(tmp_path_factory) -> Path:
 def test_the_command_writes_and_explains_a_plan(planned):
     found = load_plan(planned / "plan.json")
     assert found.gpus == 4 and found.batch_size == 512 and found.machine == "a100-sxm-40gb"
-    found.check(load_tables(planned / "tables.yaml"))
+    found.check(read_table_file(planned / "tables.yaml").tables)
     text = (planned / "answer.txt").read_text()
     for word in ("greedy generator", "normalised-lookup", "memory GiB", "has the most", "no plan takes less than"):
         assert word in text
@@ -263,7 +263,7 @@ def test_bad_input_is_one_line_and_status_two(planned, tmp_path, options, messag
 
 
 def test_statistics_replace_those_of_the_file_and_must_fit(planned, tmp_path):
-    tables = load_tables(planned / "tables.yaml")
+    tables = read_table_file(planned / "tables.yaml").tables
     with_them = with_statistics(tables, planned / "batches.npz")
     assert with_them[0].popularity().unique_rows(10**6) < tables[0].popularity().unique_rows(10**6) / 2
     assert with_them[1:] == tables[1:]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from costmodel.base.errors import InputError
 from e2e.sharding.linear_program import relax
 from e2e.sharding.placement import PLACED, Rules, TablePlacement
-from e2e.sharding.plan_report import explain
+from e2e.sharding.plan_report import explain_plan
 from e2e.sharding.planner import SearchEffort, find_plan, simulated_seconds
 from e2e.sharding.step_model import state_of
 from e2e.sharding.task import MEMORY
@@ -134,7 +134,7 @@ def _tasks(state):
 def test_the_explanation_names_the_busiest_rank_and_its_tables():
     tables = [toy.table("busy", rows=10**6, pooling=90), toy.table("calm", rows=10**6, pooling=10)]
     planning = find_plan(toy.toy_problem(tables, 2, batch_size=2000, rules=WHOLE), QUICK)
-    found = explain(planning)
+    found = explain_plan(planning)
     worst = found.bottlenecks[0]
     busy = planning.best.state.placements()[0].ranks[0]
     assert (worst.load, worst.rank, worst.tables) == ("backward lookup", busy, ("busy",))

@@ -16,7 +16,7 @@ from costmodel.machines.machine_file import load_machine
 from e2e.sharding.local_search import greedy_plans, kick
 from e2e.sharding.placement import Rules, TablePlacement
 from e2e.sharding.planner import PREMIUM, SearchEffort, find_plan
-from e2e.sharding.scenarios import OWN_SHARE, Aim, ScenarioState, draw, search, uncertain
+from e2e.sharding.scenarios import OWN_SHARE, Aim, ScenarioState, draw_scenarios, has_intervals, search_plans
 from e2e.sharding.step_model import NOWHERE, State, all_ranks, state_of
 from lab.bench.sharding import ExactTimes
 from tests.e2e.sharding import toy_sharding as toy
@@ -42,19 +42,19 @@ def some_plan(problem, seed: int) -> State:
 
 def test_the_first_scenario_is_the_models_and_the_others_mirror_each_other():
     problem = some_problem(0)
-    found = draw(problem, 41, seed=1)
+    found = draw_scenarios(problem, 41, seed=1)
     assert found.draws == 41
     assert found.added[:, :, 0].sum(axis=1) == pytest.approx(problem.costs.shard[:, :2].sum(axis=1))
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(found.added / found.added[:, :, :1])[:, :2]
     assert logs[..., 1:21] == pytest.approx(-logs[..., 21:])
-    assert draw(problem, 41, seed=2).added[0, 0, 1] != found.added[0, 0, 1]
+    assert draw_scenarios(problem, 41, seed=2).added[0, 0, 1] != found.added[0, 0, 1]
 
 
 def test_tables_are_wrong_by_their_share_of_the_interval():
     """An 80 % interval of +-0.85 is a deviation of 0.85 / 1.28; of that, the table's own share."""
     problem = some_problem(0, count=40)
-    found = draw(problem, 401, seed=0)
+    found = draw_scenarios(problem, 401, seed=0)
     first = [numbers[0] for numbers in problem.of_table]
     logs = np.log(found.added[first, :2, 1:] / found.added[first, :2, :1])
     assert logs.std() == pytest.approx(0.85 / 1.2816 * OWN_SHARE, rel=0.02)
@@ -67,9 +67,9 @@ def test_tables_are_wrong_by_their_share_of_the_interval():
 
 def test_models_without_intervals_leave_nothing_to_draw():
     problem = some_problem(0, half_width=0.0)
-    assert not uncertain(problem)
-    assert uncertain(some_problem(0))
-    found = draw(problem, 5, seed=0)
+    assert not has_intervals(problem)
+    assert has_intervals(some_problem(0))
+    found = draw_scenarios(problem, 5, seed=0)
     assert (found.added == found.added[..., :1]).all()
 
 
@@ -94,7 +94,7 @@ def test_the_interval_of_lookups_is_that_of_their_estimates():
 def test_the_first_scenario_is_the_step_of_exact_kernels(seed, count, gpus):
     problem = some_problem(seed, count, gpus)
     state = some_plan(problem, seed)
-    found = ScenarioState(state, draw(problem, 5, seed)).seconds()
+    found = ScenarioState(state, draw_scenarios(problem, 5, seed)).seconds()
     assert found[0] == pytest.approx(ExactTimes().seconds(state), rel=1e-9)
 
 
@@ -102,8 +102,8 @@ def test_the_first_scenario_is_the_step_of_exact_kernels(seed, count, gpus):
 @given(st.integers(0, 1000), st.integers(2, 4), st.sampled_from([1e9, 8e6]))
 def test_a_table_elsewhere_is_what_the_plan_with_it_there_takes(seed, gpus, memory):
     problem = some_problem(seed, 6, gpus, memory_bytes=memory)
-    plan = ScenarioState(some_plan(some_problem(seed, 6, gpus), seed), draw(problem, 9, seed))
-    plan = ScenarioState(_moved_to(problem, plan.state), draw(problem, 9, seed))
+    plan = ScenarioState(some_plan(some_problem(seed, 6, gpus), seed), draw_scenarios(problem, 9, seed))
+    plan = ScenarioState(_moved_to(problem, plan.state), draw_scenarios(problem, 9, seed))
     generator = np.random.default_rng(seed)
     table = int(generator.integers(6))
     plan.put(table, NOWHERE)
@@ -132,7 +132,7 @@ def _moved_to(problem, state: State) -> State:
 def test_a_table_taken_away_leaves_nothing_behind():
     problem = some_problem(3)
     state = some_plan(problem, 3)
-    plan, fresh = (ScenarioState(state, draw(problem, 9, 0)) for _ in range(2))
+    plan, fresh = (ScenarioState(state, draw_scenarios(problem, 9, 0)) for _ in range(2))
     for table in range(4):
         before = plan.state.choices[table]
         plan.put(table, NOWHERE)
@@ -155,11 +155,11 @@ def test_the_aim_is_what_is_missing_of_a_margin_and_minds_the_limit():
 def test_the_search_finds_a_plan_that_is_better_on_scenarios_it_has_not_seen():
     problem = some_problem(5, count=24, gpus=4, batch_size=2000)
     start = greedy_plans(problem)["lookup"]
-    scenarios = draw(problem, 65, seed=0)
+    scenarios = draw_scenarios(problem, 65, seed=0)
     aim = Aim(ScenarioState(start, scenarios).seconds())
-    found = search(start, scenarios, aim, rounds=150, deadline=time.monotonic() + 60.0, seed=0)
+    found = search_plans(start, scenarios, aim, rounds=150, deadline=time.monotonic() + 60.0, seed=0)
     assert found.fits()
-    unseen = draw(problem, 401, seed=9)
+    unseen = draw_scenarios(problem, 401, seed=9)
     before, after = (ScenarioState(state, unseen).seconds()[1:].mean() for state in (start, found))
     assert after < before
 
@@ -183,7 +183,7 @@ def test_caution_prefers_what_cannot_become_uneven():
     assert "table-wise" in {each.kind for each in find_plan(sure, effort).best.state.placements()}
     planning = find_plan(unsure, effort)
     assert {each.kind for each in planning.best.state.placements()} == {"column-wise"}
-    assert planning.best.expected < ScenarioState(even, draw(unsure, 401, 5)).seconds()[1:].mean() * 0.97
+    assert planning.best.expected < ScenarioState(even, draw_scenarios(unsure, 401, 5)).seconds()[1:].mean() * 0.97
     assert planning.confidence is not None and planning.confidence > 0.9
 
 

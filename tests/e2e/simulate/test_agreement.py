@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.simulator import Arrival, Meeting, Rendezvous, describe_collective
+from e2e.simulate.simulator import Arrival, Meeting, Rendezvous
 from e2e.step.execution_graph import Collective
 
 WHERE = "job: all_reduce (group 'g', sequence 7): "
@@ -133,13 +133,6 @@ def test_as_many_ranks_may_be_absent_as_are_folded_into_others():
     )
 
 
-def test_those_who_are_missing_are_told_in_order():
-    rendezvous = Rendezvous(dict.fromkeys(range(40), 1))
-    arrive(rendezvous, 17, call(ranks=tuple(range(39, -1, -1))))
-    (meeting,) = rendezvous.open.values()
-    assert rendezvous.missing(meeting) == [rank for rank in range(40) if rank != 17]
-
-
 @pytest.mark.parametrize(("starts", "last"), [((5, 3, 4), 0), ((3, 5, 4), 1), ((3, 5, 5), 1), ((5, 5, 5), 0)])
 def test_the_last_to_come_is_the_lowest_of_several(starts, last):
     rendezvous = Rendezvous(dict.fromkeys(range(3), 1))
@@ -147,7 +140,3 @@ def test_the_last_to_come_is_the_lowest_of_several(starts, last):
         arrive(rendezvous, rank, call(ranks=(0, 1, 2)), starts[rank])
     meeting = arrive(rendezvous, 0, call(ranks=(0, 1, 2)), starts[0])
     assert meeting is not None and meeting.last() == Arrival(last, 0, 0, starts[last])
-
-
-def test_a_collective_is_named_by_its_group_and_number():
-    assert describe_collective(call("broadcast")) == "broadcast (group 'g', sequence 7)"

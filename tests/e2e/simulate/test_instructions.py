@@ -20,9 +20,9 @@ from e2e.simulate.instructions import (
     SYNCHRONIZE_EVENT,
     SYNCHRONIZE_STREAM,
     WAIT,
-    RankProgram,
+    CompiledRank,
+    action_label,
     compile_graph,
-    describe,
 )
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import (
@@ -41,7 +41,7 @@ from e2e.step.execution_graph import (
 from tests.e2e.drawn_graphs import Drawing, seconds, together
 
 
-def program(*drawings: Drawing) -> RankProgram:
+def program(*drawings: Drawing) -> CompiledRank:
     return compile_graph(together(*drawings))[0]
 
 
@@ -243,4 +243,4 @@ def test_actions_are_told_by_what_they_do():
         Signal(5): "signal to another thread (flag 5)",
         Await(5): "wait for another thread (flag 5)",
     }
-    assert {action: describe(action, rank) for action in told} == told
+    assert {action: action_label(action, rank) for action in told} == told

@@ -21,10 +21,6 @@ def ends(sharing: LinkSharing) -> dict[str, float]:
     return found
 
 
-def test_nothing_ever_happens_where_nothing_moves():
-    assert LinkSharing().next_moment() == inf
-
-
 def test_what_ends_makes_room_for_what_begins_at_the_same_moment():
     sharing = LinkSharing()
     sharing.add("a", 0.0, 1.0, {"link": 1.0})
@@ -68,35 +64,6 @@ def test_what_is_held_of_another_gpu_slows_nobody_here():
     sharing.add("collective", 0.0, 4.0, {"memory": 0.5, "other": 0.5}, {"other": 1.0})
     sharing.add_kernel("kernel", 0.0, 3.0, "memory", 0.5)
     assert ends(sharing) == {"collective": 4, "kernel": 3}
-
-
-def test_a_kernel_that_takes_the_place_of_another_goes_on_at_its_own_share():
-    """1 s of a kernel that needs all beside a collective of half the memory, at 2/3; then one that needs a quarter."""
-    sharing = LinkSharing()
-    sharing.add("collective", 0.0, 4.0, {"memory": 0.5})
-    sharing.add_kernel("first", 0.0, 1.0, "memory", 1.0)
-    for _ in range(2):  # both begin
-        assert sharing.next_moment() == 0 and sharing.step() is None
-    assert sharing.next_moment() == pytest.approx(1.5)
-    first = sharing.step()
-    assert first is not None and first.what == "first"
-    sharing.succeed(first, "second", 1.0, 0.25, 1.5)
-    # From 1.5 on there is room for both: the collective has done 1 of its 4 s.
-    assert ends(sharing) == {"second": pytest.approx(2.5), "collective": pytest.approx(4.5)}
-
-
-def test_one_that_is_alike_goes_on_at_the_same_speed():
-    sharing = LinkSharing()
-    sharing.add("collective", 0.0, 4.0, {"memory": 0.5})
-    sharing.add_kernel("first", 0.0, 1.0, "memory", 1.0)
-    for _ in range(2):
-        sharing.step()
-    sharing.next_moment()
-    first = sharing.step()
-    assert first is not None
-    sharing.succeed(first, "second", 2.0, 1.0, 1.5)
-    # Both at 2/3: the second ends at 1.5 + 3, the collective has then done 3 of 4 s and goes on alone.
-    assert ends(sharing) == {"second": pytest.approx(4.5), "collective": pytest.approx(5.5)}
 
 
 @pytest.mark.parametrize(

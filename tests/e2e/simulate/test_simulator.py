@@ -7,8 +7,8 @@ import pytest
 from costmodel.base.errors import SimulationError
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge, Timeline
-from e2e.step.execution_graph import Await, HostWork, RecordEvent, Signal, StreamWait
-from tests.e2e.drawn_graphs import Drawing, seconds, together
+from e2e.step.execution_graph import Await, RecordEvent, Signal, StreamWait
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def times(timeline: Timeline, rank: int, *tasks: int) -> list[tuple[float, float]]:
@@ -280,13 +280,6 @@ def test_device_bound_iterations_hide_the_host():
     assert steady.timeline.iteration_seconds == pytest.approx((14, 10, 10, 10, 10, 10))
 
 
-def test_host_bound_iterations_take_as_long_as_the_host():
-    d = Drawing()
-    d.host(7)
-    d.kernel("a", 2)
-    assert simulate_iterations(together(d), 4).period_seconds == pytest.approx(8)
-
-
 def test_a_synchronisation_per_iteration_exposes_both():
     d = Drawing()
     d.host(7)
@@ -316,9 +309,3 @@ def test_steady_iterations_of_ranks_that_meet():
         d.event(1, record=20, wait=7)
     steady = simulate_iterations(together(*drawings), 8)
     assert steady.period_seconds == pytest.approx(15)
-
-
-def test_a_price_in_whole_seconds_will_do():
-    d = Drawing()
-    d.add(HostWork("T5", None, seconds(2)))
-    assert simulate(together(d)).step_seconds == 2

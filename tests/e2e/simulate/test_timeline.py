@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e.simulate.simulator import simulate, simulate_iterations
-from e2e.simulate.timeline import RankActivity, covered
+from e2e.simulate.timeline import RankActivity, union_seconds
 from tests.e2e.drawn_graphs import Drawing, together
 
 
@@ -67,4 +67,4 @@ def test_covered_counts_every_second_once(intervals: list[tuple[int, int]]):
     spans = [(low, low + length) for low, length in intervals]
     seconds = {second for low, high in spans for second in range(low, high)}
     starts, ends = (np.array([span[side] for span in spans], dtype=float) for side in (0, 1))
-    assert covered(starts, ends) == len(seconds)
+    assert union_seconds(starts, ends) == len(seconds)

@@ -68,14 +68,6 @@ def test_every_number_is_one_node(timeline: Timeline, node, position, iteration,
     assert timeline.locate(node) == (position, action if task is None else (3, 5)[position] + task)
 
 
-def test_layouts_tell_where_a_rank_is(timeline: Timeline):
-    one, other = timeline.layouts
-    assert (one.rank, one.offset, one.actions, one.tasks, one.nodes) == (4, 0, 3, 1, 4)
-    assert (other.rank, other.offset, other.actions, other.tasks, other.nodes) == (2, 8, 5, 2, 7)
-    assert dict(other.threads) == {"main": (0, 3), "other": (3, 2)}
-    assert other.streams.tolist() == [7, 8] and other.kinds.tolist() == [0, 0]
-
-
 def test_ends_of_iterations_and_of_ranks(timeline: Timeline):
     assert timeline.rank_ends(4) == (7, 14) and timeline.rank_ends(2) == (8, 12)
     assert timeline.iteration_ends == (8, 14) and timeline.iteration_seconds == (8, 6)
@@ -86,14 +78,6 @@ def test_ends_of_iterations_and_of_ranks(timeline: Timeline):
 def test_times_of_tasks_by_iteration(timeline: Timeline):
     ready, end = timeline.task_times(2)
     assert ready.tolist() == [[3, 4], [6, 8]] and end.tolist() == [[6, 8], [9, 12]]
-
-
-def test_device_time_over_all_iterations_and_of_one(timeline: Timeline):
-    """Rank 2's kernels 3..6, 4..8, 6..9 and 8..12 of 14 s; 8 to 14 holds the end of one and all of the last."""
-    whole = timeline.activity(2)
-    assert (whole.window, whole.active, whole.idle, whole.compute) == (14, 9, 5, 9)
-    second = timeline.activity(2, timeline.window(1))
-    assert (second.window, second.active, second.idle, second.compute) == (6, 4, 2, 4)
 
 
 def test_graphs_compute_and_copies_do_not():
@@ -126,13 +110,6 @@ def test_what_follows_an_event_of_another_stream_says_so():
     a, b = (len(d.threads["main"]) + task for task in (0, 1))
     assert timeline.task(0, 1) == Span(6, 6, 7, a, Edge.EVENT, a, Edge.EVENT)
     assert timeline.task(0, 2) == Span(7, 7, 8, b, Edge.STREAM_ORDER, b, Edge.STREAM_ORDER)
-
-
-def test_what_follows_the_first_task_on_its_stream_says_so():
-    d = Drawing()
-    for name in ("a", "b"):
-        d.kernel(name, 5, stream=1)
-    assert simulate(together(d)).task(0, 1) == Span(6, 6, 11, 2, Edge.STREAM_ORDER, 2, Edge.STREAM_ORDER)
 
 
 def test_an_unknown_rank_is_named_with_those_there_are():

@@ -68,9 +68,11 @@ def test_a_built_in_model_says_what_it_took():
     assert fused.optimizer_seconds < step.optimizer_seconds
 
 
-def test_questions_are_told_as_they_were_asked():
+def test_questions_are_told_as_they_were_asked(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_layer": 2}')
     asked = e2e.predict(
-        "gpt2", gpu="a100-sxm-40gb", sequence_length=32, what_if=("host=1.5x", "batch=2+kernels:gemm=2x")
+        model_config=config, gpu="a100-sxm-40gb", sequence_length=32, what_if=("host=1.5x", "batch=2+kernels:gemm=2x")
     )
     assert told(asked)[0]["--what-if"] == "host=1.5x batch=2+kernels:gemm=2x"
 

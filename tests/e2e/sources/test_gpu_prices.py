@@ -6,7 +6,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.sources.gpu_prices import asked_price, read_prices
-from e2e.sources.known_requests import Model, Recording
+from e2e.sources.requests import Model, Recording
 
 FILE = """
 date: 2026-11-01

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.known_requests import request_of
 from e2e.sources.predict_request import predict_request
+from e2e.sources.requests import request_of
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from lab.validate.sections import Asked, run_sections
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
@@ -84,6 +84,7 @@ def test_real_recorded_ranks_are_replayed_on_their_own_gpu(cached):
     assert all(rank["peak_memory_bytes"] > 0 for rank in record["ranks"])
 
 
+@pytest.mark.thorough
 def test_real_recorded_ranks_move_to_another_gpu(cached):
     """Launch-bound: kernels and transfers get shorter, the step hardly."""
     files = ("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
@@ -198,6 +199,7 @@ def test_a_wrong_gpu_of_recorded_ranks_is_refused():
     assert done.exit_code == 2 and "recorded on Tesla V100-SXM2-32GB; --retarget h100-sxm moves it there" in done.stderr
 
 
+@pytest.mark.thorough
 def test_validate_has_a_section_for_recorded_ranks():
     recorded(DLRM), recorded(DLRM_ET)
     sections = run_sections(Asked(DATA.parent, "dlrm-8"))

@@ -16,9 +16,11 @@ pytest.importorskip("torch")
 
 import e2e
 from costmodel.base.errors import InputError
+from costmodel.machines.cluster import load_gpu, single_gpu
 from e2e.commands.cli import app
 from e2e.commands.predict_command import note
-from e2e.sources.known_requests import (
+from e2e.sources.requests import (
+    SOURCES,
     Model,
     Recording,
     Script,
@@ -28,8 +30,6 @@ from e2e.sources.known_requests import (
     Trace,
     request_of,
 )
-from e2e.sources.request import SOURCES
-from e2e.sources.step_setting import one_gpu
 from e2e.step.options import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,8 +63,8 @@ def test_options_choose_a_record(options, record):
     ("options", "message"),
     [
         ({}, "give exactly one of --model, --model-config, --script, --command, --trace and --kineto"),
-        ({"model": "gpt2", "gpu": None}, "give --gpu: Machine or cluster"),
-        ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: plan.json"),
+        ({"model": "gpt2", "gpu": None}, "give --gpu: GPU or cluster"),
+        ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: Placement"),
         # Of what is computed one alone.
         ({"model": "gpt2", "script": "t.py:f"}, "got --model and --script"),
         ({"traces": "a", "model": "gpt2"}, "got --model and --trace"),
@@ -136,14 +136,14 @@ def test_the_help_says_for_which_sources_an_option_is():
         note("gpus") == note("speed_spread") == " (Not for: recorded run.)"
     )  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
-    places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
+    places = [shown.index(each) for each in ("My model on N GPUs", "My program or script", "My trace", "My tables")]
     assert places == sorted(places) and "(Not for: program, execution trace, recorded run.)" in shown
 
 
 def test_names_records_and_single_options_ask_together():
     asked = {"gpu": "h100-sxm", "gpus": 2, "parallel": "dp=2", "sequence_length": 32, "recipe": "torchtitan"}
     whole = e2e.predict("gpt2", **asked)
-    cluster, stack = e2e.Cluster(gpu="h100-sxm", gpus=2), e2e.Stack(recipe="torchtitan")
+    cluster, stack = e2e.ClusterOptions(gpu="h100-sxm", gpus=2), e2e.StackOptions(recipe="torchtitan")
     parts = e2e.predict("gpt2", cluster, stack, parallel="dp=2", sequence_length=32)
     record = e2e.predict(e2e.SpreadModel("gpt2", **asked))
     assert parts.to_json() == whole.to_json() == record.to_json()
@@ -161,17 +161,17 @@ TOY = '''
 from dataclasses import dataclass
 
 from costmodel.operators.device_work import MemoryCopy
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import Gpu, Request, source
-from e2e.sources.step_setting import one_gpu, setting_of
-from e2e.step.execution_graph import ExecutionGraph, Task
+from costmodel.machines.cluster import load_gpu, single_gpu
+from e2e.sources.prepared_step import PreparedStep, step_setting
+from e2e.sources.requests import Request, source
+from e2e.step.execution_graph import ExecutionGraph, RankWriter, Task
 from e2e.step.option_fields import option
-from e2e.step.execution_graph import RankWriter
+from e2e.step.options import GpuOptions
 
 
 @source("plain copy", "copy")
 @dataclass(frozen=True, kw_only=True)
-class Copy(Request, Gpu):
+class Copy(Request, GpuOptions):
     """A copy inside a GPU."""
 
     panel = "My copy"
@@ -179,11 +179,11 @@ class Copy(Request, Gpu):
     copy: int = option("MiB to copy.", least=1, source=True, kw_only=False)
 
     def prepare(self) -> PreparedStep:
-        cluster, rank = one_gpu(self.gpu), RankWriter(0)
+        cluster, rank = single_gpu(load_gpu(self.gpu)), RankWriter(0)
         work = MemoryCopy(self.copy * 2**20, "d2d")
         rank.unit(Task(rank.next_task, "copy", "kernel", 0, (work,), call=rank.call("copy", "forward")))
         graph = ExecutionGraph((rank.finish(),), source="toy")
-        return PreparedStep(graph, setting_of(self, cluster.machine), cluster, {})
+        return PreparedStep(graph, step_setting(self, cluster.machine), cluster, {})
 '''
 
 
@@ -219,7 +219,7 @@ def test_a_gpu_of_ones_own_needs_no_link_to_run_alone(tmp_path):
     assert links, "the file has changed"
     own = tmp_path / "own.yaml"
     own.write_text(before, encoding="utf-8")
-    alone = one_gpu(str(own))
+    alone = single_gpu(load_gpu(str(own)))
     assert (alone.gpus, alone.nodes, alone.machine.name) == (1, 1, "t4")
 
 

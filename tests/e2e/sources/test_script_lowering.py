@@ -19,8 +19,8 @@ from costmodel.operators.experts import (
     GroupedGemm,
 )
 from e2e.capture.script import tf32_switches
-from e2e.sources.known_requests import request_of
 from e2e.sources.recorded_job import recorded_switches
+from e2e.sources.requests import request_of
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import Tf32Switches
 

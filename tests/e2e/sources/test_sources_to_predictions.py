@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 
 from e2e.commands.cli import app
 from e2e.explain.predictor import PredictionResult
-from e2e.report.html_report import page
+from e2e.report.html_report import render_page
 from e2e.report.text_report import render
-from e2e.sources.known_requests import request_of
 from e2e.sources.predict_request import predict_request
+from e2e.sources.requests import request_of
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -140,4 +140,4 @@ def check(result: PredictionResult) -> None:
 def shown(result: PredictionResult, capsys: pytest.CaptureFixture[str]) -> str:
     """Both reports."""
     render(result.prediction)
-    return capsys.readouterr().out + read_page(page(result)).text
+    return capsys.readouterr().out + read_page(render_page(result)).text

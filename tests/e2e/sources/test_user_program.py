@@ -95,7 +95,7 @@ def run(folder: Path, command: str, **options: object) -> object:
 def test_a_training_loop_is_predicted_by_its_steady_step(folder: Path) -> None:
     found = run(folder, "python train.py --batch-size 4")
     assert found.throughput.samples == 2 * 4
-    assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.warnings)
+    assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.notes)
     assert {"aten::embedding_dense_backward", "aten::mm"} <= set(found.breakdown["by_operator"])
 
 
@@ -114,7 +114,7 @@ def test_data_that_are_not_there_are_named_or_made_up(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"train.py:19: opens tokens.bin, which is not here; give --data synthetic"):
         run(folder, "python train.py --file tokens.bin")
     found = run(folder, "python train.py --file tokens.bin", data="synthetic")
-    assert any("tokens.bin is not there: 268,435,456 zeros of uint16" in line for line in found.warnings)
+    assert any("tokens.bin is not there: 268,435,456 zeros of uint16" in line for line in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,154 @@ def test_refusals(folder: Path, command: str, options: dict[str, object], said: 
         run(folder, command, **options)
 
 
+def test_a_program_that_refuses_its_arguments_is_told(folder: Path) -> None:
+    with pytest.raises(ModelError, match="train.py: the program ended before its first step: status 2; its own"):
+        run(folder, "python train.py --no-such-option")
+
+
 def test_a_program_that_takes_no_step_is_told(folder: Path) -> None:
     (folder / "nothing.py").write_text("print('nothing')\n", encoding="utf-8")
     with pytest.raises(ModelError, match="ended without a step on the GPU"):
         run(folder, "python nothing.py")
+
+
+def test_device_time_is_told_by_line_of_the_program(folder: Path) -> None:
+    found = run(folder, "python train.py")
+    lines = found.breakdown["by_line"]
+    place = TRAINING.splitlines().index("        scores = model(tokens[:, :-1])") + 1
+    model, loss, step = (f"train.py:{place + after}" for after in (0, 1, 2))
+    assert {model, loss, step} <= set(lines) and "no line of the program" not in lines
+    # The product and its gradients belong to the model's line, in the forward and in the backward pass.
+    assert lines[model] > 2 * found.breakdown["by_operator"]["aten::addmm"]
+    assert sum(lines.values()) == pytest.approx(sum(found.breakdown["by_operator"].values()))
+
+
+def test_evaluation_is_told_apart_with_its_time_and_how_often_it_runs(folder: Path) -> None:
+    (line,) = [line for line in run(folder, "python train.py").notes if line.startswith("not in the step")]
+    assert "3 forward passes of Sequential without gradients every 1,000 steps, from train.py:35" in line
+
+
+LOOPS = {
+    # Five steps of a critic for each of the generator's.
+    "critic": """
+import torch
+
+critic, generator = torch.nn.Linear(64, 1).cuda(), torch.nn.Linear(16, 64).cuda()
+one, other = torch.optim.Adam(critic.parameters()), torch.optim.RMSprop(generator.parameters())
+while True:
+    for _ in range(5):
+        (critic(generator(torch.randn(8, 16, device="cuda")).detach()).mean()).backward()
+        one.step()
+    critic(generator(torch.randn(8, 16, device="cuda"))).mean().backward()
+    other.step()
+""",
+    # Ten passes of a teacher in every step, which must not be taken for evaluation.
+    "teacher": """
+import torch
+
+teacher, student = torch.nn.Linear(64, 64).cuda(), torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+while True:
+    crops = torch.randn(8, 64, device="cuda")
+    with torch.no_grad():
+        targets = [teacher(crops) for _ in range(10)]
+    sum((student(crops) - target).square().mean() for target in targets).backward()
+    optimizer.step()
+""",
+}
+
+
+def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
+    (folder / "critic.py").write_text(LOOPS["critic"], encoding="utf-8")
+    found = run(folder, "python critic.py")
+    assert any("of RMSprop" in line for line in found.notes)
+    products = [name for name in found.breakdown["by_line"] if name.startswith("critic.py:8")]
+    assert products and found.operators > 5 * 20
+
+
+def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:
+    (folder / "teacher.py").write_text(LOOPS["teacher"], encoding="utf-8")
+    found = run(folder, "python teacher.py")
+    assert not any("not in the step" in line for line in found.notes)
+    products = found.breakdown["by_operator"]["aten::addmm"]
+    assert found.breakdown["by_line"]["teacher.py:9"] == pytest.approx(products / 2)  # the student is called as often
+
+
+WRITER = """
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+with open("log.txt", "a") as log:
+    log.write("overwritten")
+assert Path("log.txt").read_text() == "oldoverwritten"
+os.makedirs("run/deep")
+Path("run/deep/new.txt").write_text("new")
+shutil.rmtree("kept")
+os.replace("run/deep/new.txt", "best.txt")
+assert open("best.txt").read() == "new"
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "checkpoint.pt")
+    model.load_state_dict(torch.load("checkpoint.pt"))
+    print("much to say " * 100_000)
+"""
+
+
+def test_files_are_as_they_were_and_output_has_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(WRITER, encoding="utf-8")
+    (tmp_path / "kept").mkdir()
+    for name in ("log.txt", "best.txt", "checkpoint.pt", "kept/file.txt"):
+        (tmp_path / name).write_text("old", encoding="utf-8")
+    before = {path: path.is_dir() or path.read_text() for path in tmp_path.rglob("*")}
+    found = run(tmp_path, "python train.py")
+    assert {path: path.is_dir() or path.read_text() for path in tmp_path.rglob("*")} == before
+    place = WRITER.splitlines().index('    torch.save(model.state_dict(), "checkpoint.pt")') + 1
+    assert f"train.py:{place} writes checkpoint.pt: not written" in found.notes
+    assert len(capfd.readouterr().err) < 50_000
+
+
+HABITS = """
+import os
+import threading
+
+import torch
+
+
+@torch.jit.script
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.erf(x / 1.41421))
+
+
+state = torch.cuda.get_rng_state()
+torch.cuda.random.set_rng_state(state)
+torch.cuda.default_generators[0].set_state(state)
+os.chdir("/")
+if os.fork() == 0:
+    os._exit(0)
+thread = threading.Thread(target=print, args=("from a thread",))
+thread.start()
+thread.join()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(5):
+    loss = gelu(model(torch.randn(8, 64, device="cuda"))).mean()
+    loss.backward()
+    optimizer.step()
+    print({"loss": loss}, model.weight)
+    if number == 4:
+        os._exit(0)
+"""
+
+
+def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "habits.py").write_text(HABITS, encoding="utf-8")
+    found = run(folder, "python habits.py")
+    assert "aten::erf" in found.breakdown["by_operator"]
+    said = capfd.readouterr().err
+    assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.request import SOURCES
+from e2e.sources.requests import SOURCES
 from tests.e2e.recorded_traces import DLRM, DLRM_ET, recorded
 
 SCRIPT = """
@@ -104,9 +104,11 @@ def test_buckets_of_a_script_are_other_buckets(script):
     assert asked.what_if[1].iteration_seconds == pytest.approx(other.iteration_seconds, rel=1e-9)
 
 
-def test_a_model_spread_over_gpus_is_asked_too():
+def test_a_model_spread_over_gpus_is_asked_too(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_layer": 2}')
     answer = e2e.predict(
-        "gpt2", gpu="h100-sxm", gpus=2, parallel="dp=2", sequence_length=64, dtype="bfloat16",
+        model_config=config, gpu="h100-sxm", gpus=2, parallel="dp=2", sequence_length=64, dtype="bfloat16",
         what_if=["kernels:all_reduce=4x", "bucket-mb=200", "batch=2", "kernels:gemm=2x"],
     )  # fmt: skip
     assert len(answer.what_if) == 6 and all(row.iteration_seconds > 0 for row in answer.what_if)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
-from e2e.explain.rank_figures import fits
+from e2e.explain.rank_figures import fits_memory
 from e2e.step.execution_graph import Collective, ExecutionGraph, Launch, RankGraph, Task
 from e2e.step.memory_room import communicator_bytes, largest_fitting, memory_room, verdict
 
@@ -24,7 +24,7 @@ def test_who_needs_more_fits_no_better(needed: int, more: int, room: int) -> Non
     first, second = verdict(needed, room), verdict(needed + more, room)
     assert ORDER.index(first) <= ORDER.index(second)
     assert (first == "fits") == (needed <= largest_fitting(room))
-    assert fits(first) == {"fits": True, "may not fit": None, "does not fit": False}[first]
+    assert fits_memory(first) == {"fits": True, "may not fit": None, "does not fit": False}[first]
 
 
 def test_the_lines_are_at_95_and_105_percent() -> None:
@@ -32,7 +32,7 @@ def test_the_lines_are_at_95_and_105_percent() -> None:
     assert [verdict(size, room) for size in (0, 950, 951, 1050, 1051)] == [
         "fits", "fits", "may not fit", "may not fit", "does not fit",
     ]  # fmt: skip
-    assert verdict(None, room) == "not known" and fits("not known") is None
+    assert verdict(None, room) == "not known" and fits_memory("not known") is None
 
 
 @pytest.mark.parametrize("name", GPUS)

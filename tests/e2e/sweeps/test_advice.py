@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import e2e
-from e2e.explain.prediction import BEST, Alternative, ranked
+from e2e.explain.prediction import BEST, Alternative, sort_alternatives
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.known_requests import Model, SpreadModel
+from e2e.sources.requests import Model, SpreadModel
 from e2e.sweeps.advice import possible_changes
 
 torch = pytest.importorskip("torch")
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_is_known():
 def test_what_cannot_be_predicted_says_why_and_comes_last():
     slow, fast = Alternative("slow", "", 2.0, 1, 0.5, 1, True), Alternative("fast", "", 1.0, 1, 1.5, 1, True)
     full, broken = Alternative("full", "", 1.0, 1, 3.0, 9, False), Alternative("broken", "", problem="no")
-    assert [each.change for each in ranked([broken, full, slow, fast])] == ["fast", "slow", "full", "broken"]
+    assert [each.change for each in sort_alternatives([broken, full, slow, fast])] == ["fast", "slow", "full", "broken"]
     assert [each.helps for each in (slow, fast, full, broken)] == [False, True, False, False]
 
 

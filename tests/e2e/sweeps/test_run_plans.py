@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 
 import e2e
 from e2e.parallelism.spec import text_of
-from e2e.sources.known_requests import SpreadModel
-from e2e.sweeps.first_look import promising, with_best_way
+from e2e.sources.requests import SpreadModel
+from e2e.sweeps.first_look import promising_cells, with_best_way
 from e2e.sweeps.sweep_driver import DAY, ranking_key, run_plan
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepRequest, cells_of
@@ -55,10 +55,10 @@ def tiny(tmp_path: Path) -> str:
 def test_more_tries_have_the_fewer_among_them_and_what_cannot_fit_is_not_tried(tiny: str):
     request = SweepRequest(tiny, global_batch=16, layers=4, sequence_length=64)
     cells = cells_of(request, ["h100-sxm"], [8], ["auto"])
-    tries = [promising(request, cells, most).cells for most in (1, 4, 16)]
+    tries = [promising_cells(request, cells, most).cells for most in (1, 4, 16)]
     assert tries[0] == tries[1][:1] and tries[1] == tries[2][:4]
     large = SweepRequest("llama-3.1-405b", layers=126, sequence_length=4096)
-    assert not promising(large, cells_of(large, ["h100-sxm"], [8], ["auto"]), 4).cells
+    assert not promising_cells(large, cells_of(large, ["h100-sxm"], [8], ["auto"]), 4).cells
 
 
 # Megatron-Bridge's performance summaries of 25.09 and 25.11 and torchtitan's performance.md of May 2024: recipe, model
@@ -78,7 +78,7 @@ def test_what_experts_published_is_among_the_ways_that_are_predicted(
 ):
     """So that the best way found is at least as fast."""
     request = SweepRequest(model, global_batch=batch, sequence_length=length, layers=layers, recipe=recipe)
-    looked = promising(request, cells_of(request, [gpu], [gpus], ["auto"]), 12)
+    looked = promising_cells(request, cells_of(request, [gpu], [gpus], ["auto"]), 12)
     assert any(set(setting.split(",")) <= set(text_of(cell.parallel).split(",")) for cell in looked.cells)
 
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,20 @@ pytest.importorskip("torch")
 from e2e.commands.cli import app
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.spec import require_consistent
-from e2e.sources.prepared_step import run
-from e2e.sweeps.sweep_driver import SweepResult, sweep
+from e2e.sources.prepared_step import run_step
+from e2e.sweeps.sweep_driver import SweepResult, run_sweep
 from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
 from e2e.sweeps.sweep_results import ResultFile, SweepRow, SweepTask, evaluate
-from e2e.sweeps.sweep_space import RECOMPUTE, SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
+from e2e.sweeps.sweep_space import (
+    RECOMPUTE,
+    SweepCell,
+    SweepRequest,
+    cells_of,
+    experts_of,
+    parse_counts,
+    parse_names,
+    ways_to_spread,
+)
 from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
 
 # Small: quick to capture, still all that a transformer has.
@@ -81,7 +89,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
-    found = list(automatic(SweepRequest("m"), gpus=16, gpus_per_node=8))
+    found = list(ways_to_spread(SweepRequest("m"), gpus=16, gpus_per_node=8))
     assert ParallelSpec(dp=16) in found
     assert ParallelSpec(fsdp=2, tp=8, zero=3) in found and ParallelSpec(fsdp=2, tp=8, zero=1) in found
     assert ParallelSpec(fsdp=2, pp=8, zero=1, micro_batches=32) in found
@@ -94,7 +102,7 @@ def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
 
 
 def test_long_sequences_are_spread_over_ranks_too():
-    found = list(automatic(SweepRequest("m", sequence_length=16_384), gpus=8, gpus_per_node=8))
+    found = list(ways_to_spread(SweepRequest("m", sequence_length=16_384), gpus=8, gpus_per_node=8))
     assert ParallelSpec(dp=2, cp=4) in found and ParallelSpec(fsdp=4, cp=2, zero=3) in found
     assert ParallelSpec(cp=4, zero=3, tp=2) in found and ParallelSpec(cp=2, tp=2, pp=2, micro_batches=8) in found
     assert not any(spec.cp == 8 for spec in found), "2,048 tokens a rank are not worth it"
@@ -104,13 +112,13 @@ def test_long_sequences_are_spread_over_ranks_too():
 
 
 def test_experts_are_whole_or_divided_as_far_as_a_node_allows():
-    found = list(automatic(SweepRequest("m", experts=8), gpus=16, gpus_per_node=8))
+    found = list(ways_to_spread(SweepRequest("m", experts=8), gpus=16, gpus_per_node=8))
     assert {ParallelSpec(fsdp=16, zero=3), ParallelSpec(fsdp=16, ep=8, zero=3)} <= set(found)
     assert ParallelSpec(dp=4, ep=4, tp=2, pp=2, micro_batches=8) in found and ParallelSpec(dp=2, tp=8) in found
     for spec in found:
         require_consistent(spec, 16)
     assert len(set(found)) == len(found)
-    assert not any(spec.ep > 1 for spec in automatic(SweepRequest("m"), gpus=16, gpus_per_node=8))
+    assert not any(spec.ep > 1 for spec in ways_to_spread(SweepRequest("m"), gpus=16, gpus_per_node=8))
 
 
 def test_the_number_of_experts_is_in_the_configuration():
@@ -119,10 +127,10 @@ def test_the_number_of_experts_is_in_the_configuration():
 
 
 def test_a_global_batch_sets_the_micro_batches():
-    found = list(automatic(SweepRequest("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
+    found = list(ways_to_spread(SweepRequest("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
     assert ParallelSpec(dp=4, micro_batches=4) in found  # 32 sequences / (2 per micro-batch x 4 replicas)
     assert ParallelSpec(dp=2, pp=2, micro_batches=8) in found
-    assert not list(automatic(SweepRequest("m", batch_size=3, global_batch=32), gpus=4, gpus_per_node=4))
+    assert not list(ways_to_spread(SweepRequest("m", batch_size=3, global_batch=32), gpus=4, gpus_per_node=4))
 
 
 def test_cells_are_machines_times_counts_times_ways():
@@ -146,13 +154,13 @@ def test_recomputation_is_tried_in_order():
 
 
 def test_lists_of_the_command_line():
-    assert counts("8,64", "--gpus") == [8, 64]
-    assert names("a, b", "--gpu") == ["a", "b"]
+    assert parse_counts("8,64", "--gpus") == [8, 64]
+    assert parse_names("a, b", "--gpu") == ["a", "b"]
     for wrong in ("8,,2", "eight", "0", "-1"):
         with pytest.raises(InputError, match="--gpus"):
-            counts(wrong, "--gpus")
+            parse_counts(wrong, "--gpus")
     with pytest.raises(InputError, match="empty"):
-        names("a,", "--gpu")
+        parse_names("a,", "--gpu")
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -164,22 +172,22 @@ def cells(count: int) -> list[SweepCell]:
 
 def test_results_are_ranked_and_never_computed_twice(tmp_path):
     rows = [row(10.0), row(None), row(30.0)]
-    first = sweep(SweepRequest("m"), cells(3), tmp_path, Scripted(rows), quiet)
+    first = run_sweep(SweepRequest("m"), cells(3), tmp_path, Scripted(rows), quiet)
     assert [each.samples_per_second for each in first.rows] == [30.0, 10.0, None]
     again = Scripted([])
-    second = sweep(SweepRequest("m"), cells(3), tmp_path, again, quiet)
+    second = run_sweep(SweepRequest("m"), cells(3), tmp_path, again, quiet)
     assert again.asked == 0 and second.rows == first.rows and second.computed == 0
     other = Scripted([row(1.0)] * 3)
-    sweep(SweepRequest("m", batch_size=2), cells(3), tmp_path, other, quiet)
+    run_sweep(SweepRequest("m", batch_size=2), cells(3), tmp_path, other, quiet)
     assert other.asked == 3  # another question
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), SimulationError("a worker died")])
 def test_what_came_in_before_a_stop_is_kept(tmp_path, failure):
     with pytest.raises(type(failure)):
-        sweep(SweepRequest("m"), cells(3), tmp_path, Scripted([row(10.0), row(20.0)], failure), quiet)
+        run_sweep(SweepRequest("m"), cells(3), tmp_path, Scripted([row(10.0), row(20.0)], failure), quiet)
     rest = Scripted([row(30.0)])
-    result = sweep(SweepRequest("m"), cells(3), tmp_path, rest, quiet)
+    result = run_sweep(SweepRequest("m"), cells(3), tmp_path, rest, quiet)
     assert rest.asked == 1 and [each.samples_per_second for each in result.rows] == [30.0, 20.0, 10.0]
 
 
@@ -196,19 +204,19 @@ def test_what_was_half_written_is_taken_away(tmp_path, failure):
 
     (tmp_path / "captures" / ".key.pickle.0.partial").write_text("")
     try:
-        sweep(SweepRequest("m"), cells(1), tmp_path, Killed([row(1.0)], failure), quiet)
+        run_sweep(SweepRequest("m"), cells(1), tmp_path, Killed([row(1.0)], failure), quiet)
     except KeyboardInterrupt:
         assert list((tmp_path / "captures").iterdir()) == []
 
 
 def test_a_changed_configuration_is_another_question(tiny, tmp_path):
     request = SweepRequest(str(tiny))
-    sweep(request, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)
+    run_sweep(request, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)
     same = Scripted([])
-    sweep(request, cells(1), tmp_path / "out", same, quiet)
+    run_sweep(request, cells(1), tmp_path / "out", same, quiet)
     tiny.write_text(json.dumps({**TINY, "num_hidden_layers": 8}), encoding="utf-8")
     other = Scripted([row(5.0)])
-    sweep(request, cells(1), tmp_path / "out", other, quiet)
+    run_sweep(request, cells(1), tmp_path / "out", other, quiet)
     assert (same.asked, other.asked) == (0, 1)
 
 
@@ -268,9 +276,9 @@ def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
 
     def counted(step):
         kernels.append(sum(len(rank.tasks) for rank in step.graph.ranks))
-        return run(step)
+        return run_step(step)
 
-    monkeypatch.setattr("e2e.sweeps.sweep_results.run", counted)
+    monkeypatch.setattr("e2e.sweeps.sweep_results.run_step", counted)
     cell = task(tiny, "pp=2,dp=2,micro-batches=8")
     plain = evaluate(cell)
     monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
@@ -299,10 +307,10 @@ def test_an_error_in_one_cell_is_its_row_and_is_tried_again(tiny, tmp_path, monk
     found = evaluate(task(tiny, "dp=4"))
     assert (found.status, found.reason) == ("failed", "ZeroDivisionError: of this cell")
     rows = [row(10.0), found]
-    first = sweep(SweepRequest("m"), cells(2), tmp_path / "out", Scripted(rows), quiet)
+    first = run_sweep(SweepRequest("m"), cells(2), tmp_path / "out", Scripted(rows), quiet)
     assert [each.status for each in first.rows] == ["ok", "failed"]
     again = Scripted([row(20.0)])
-    second = sweep(SweepRequest("m"), cells(2), tmp_path / "out", again, quiet)
+    second = run_sweep(SweepRequest("m"), cells(2), tmp_path / "out", again, quiet)
     assert again.asked == 1 and [each.status for each in second.rows] == ["ok", "ok"]
 
 
@@ -322,11 +330,11 @@ class Deadly:
         return os._exit, (1,)
 
 
-def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny):
-    deadly = replace(task(tiny, "dp=4"), captures=Deadly())
-    tasks = [task(tiny, "dp=2,tp=2"), deadly, task(tiny, "tp=4")]
-    found = dict(LocalWorkers(2).run(tasks))
-    assert [found[place].status for place in range(3)] == ["ok", "failed", "ok"]
+def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny, monkeypatch):
+    assert dict(each_in_processes(len, {0: "a", 1: Deadly(), 2: "abc"}, 2)) == {0: 1, 2: 3}
+    monkeypatch.setattr("e2e.sweeps.workers.each_in_processes", lambda *_: iter([(0, "row")]))
+    found = dict(LocalWorkers(2).run([task(tiny, "tp=4"), task(tiny, "dp=4")]))
+    assert found[0] == "row" and found[1].status == "failed"
     assert "died" in found[1].reason and found[1].parallel == "dp=4"
 
 

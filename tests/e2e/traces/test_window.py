@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.sources.known_requests import Recording
 from e2e.sources.recorded_job import prepare_recording
+from e2e.sources.requests import Recording
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
-from e2e.traces.step_window import choose, doubts, iterations
+from e2e.traces.step_window import choose_step, doubts, iterations
 from tests.e2e.recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6
@@ -68,7 +68,7 @@ def test_steps_are_found_whatever_the_profiler_calls_their_marks(category: str, 
             event["cat"] = category
     kineto = read_kineto(profile.write(tmp_path / "k.json"))
     assert [window.name for window in iterations(kineto)] == [f"ProfilerStep#{i}" for i in range(4)]
-    assert doubts(kineto, choose(kineto)) == []
+    assert doubts(kineto, choose_step(kineto)) == []
 
 
 def test_a_step_that_launched_nothing_is_not_taken(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ def test_what_may_be_no_steady_step_is_said(tmp_path: Path) -> None:
             layers.operator(f"layer::{j}", 100 * i + 20 * j, 10)
         layers.launch(100 * i + 22, 2, 100 * i + 30, 5)
     kineto = read_kineto(layers.write(tmp_path / "layers.json"))
-    (line,) = doubts(kineto, choose(kineto))
+    (line,) = doubts(kineto, choose_step(kineto))
     assert "'layer::0', which repeats 36 times (0.1 of 3.6 ms)" in line
     whole = Profile()
     whole.operator("aten::to", 0, 900)
     whole.launch(905, 5, 920, 10)
     kineto = read_kineto(whole.write(tmp_path / "whole.json"))
-    (line,) = doubts(kineto, choose(kineto))
+    (line,) = doubts(kineto, choose_step(kineto))
     assert "nothing repeats: all that was recorded, from the first event to the last, is taken for one step" in line
     first = steps(3)
     first.runtime("cudaStreamBeginCapture", 101, 1)

@@ -14,7 +14,7 @@ from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import StepOptions
 from e2e.whatif.questions import FasterHost, FasterKernels
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import TracedRank, batched_lookups, fusible_chains, merge
+from e2e.whatif.traced_rank import TracedRank, batched_lookups, fusible_chains, merge_calls
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import Table, Toy
 
@@ -46,7 +46,7 @@ def merged(traced, groups, ratio=lambda before, after: (1.0, 1.0, 1.0), rank=Non
         for group in groups
         for call in group.calls
     }
-    return merge(rank, groups, traced.homes(rank), operators, ratio)
+    return merge_calls(rank, groups, traced.homes(rank), operators, ratio)
 
 
 def launches(rank):

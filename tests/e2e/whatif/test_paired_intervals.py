@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from e2e.explain.prediction import AS_IT_IS, compared, what_if_row
-from e2e.explain.predictor import predict
+from e2e.explain.prediction import AS_IT_IS, what_if_row, with_gain_intervals
+from e2e.explain.predictor import predict_graph
 from e2e.price import speed_band
 from e2e.price.speed_band import StepErrors
 from e2e.step.execution_graph import Duration, Task
@@ -83,8 +83,8 @@ def test_another_batch_has_other_errors():
 
 
 def test_hosts_of_two_tables_err_by_themselves():
-    one, other = (predict(together(step({}, host=2.0)), replace(SETTING, overheads=Table(factor=1.5)), ToyCluster(),
-                          collectives=ToyCollectives()) for _ in range(2))  # fmt: skip
+    graph, setting = together(step({}, host=2.0)), replace(SETTING, overheads=Table(factor=1.5))
+    one, other = (predict_graph(graph, setting, ToyCluster(), collectives=ToyCollectives()) for _ in range(2))
     alike = [ComparedStep(each, "a", 1.5) for each in (one, other)]
     apart = [ComparedStep(one, "a", 1.5), ComparedStep(other, "b", 1.5)]
     assert Comparison(alike).ratio(0, 1) == pytest.approx((1.0, 1.0))
@@ -108,7 +108,10 @@ def test_rows_say_what_they_cannot_be_told_apart_from():
     rows = [
         what_if_row(name, each.prediction, results[0].prediction) for name, each in zip(drawings, results, strict=True)
     ]
-    found = {row.question: row for row in compared(rows, Comparison([ComparedStep(each) for each in results]).ratio)}
+    found = {
+        row.question: row
+        for row in with_gain_intervals(rows, Comparison([ComparedStep(each) for each in results]).ratio)
+    }
     assert found["half"].gain == pytest.approx(1.5)
     low, high = found["half"].gain_interval
     assert 1.3 < low < 1.5 < high < 1.7

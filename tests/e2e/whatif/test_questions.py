@@ -15,8 +15,8 @@ from e2e.whatif.questions import (
     FasterKernels,
     FusedOperators,
     OtherHost,
+    all_together,
     parse_what_if,
-    together,
 )
 
 
@@ -81,8 +81,8 @@ def test_other_texts_are_refused_in_one_line(text, message):
 
 def test_questions_go_together_unless_one_has_all_or_two_contradict_each_other():
     first, second, both = (parse_what_if(text) for text in ("host=2x", "fuse:add", "host=2x+fuse:add"))
-    every = together([first, second])
+    every = all_together([first, second])
     assert every is not None and set(every.changes) == set(both.changes)
-    assert together([first, second, both]) is None
-    assert together([first]) is None
-    assert together([parse_what_if("batch=2"), parse_what_if("batch=4")]) is None
+    assert all_together([first, second, both]) is None
+    assert all_together([first]) is None
+    assert all_together([parse_what_if("batch=2"), parse_what_if("batch=4")]) is None

@@ -15,7 +15,7 @@ from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.model_file import load_model
 from fusion.relax.onnx.preparation import prepare
-from fusion.relax.onnx.quantised_model import QuantizationOptions, float_form, load_float_model, with_what_follows
+from fusion.relax.onnx.quantised_model import QuantizationOptions, float_form, load_float_model, with_followers
 from fusion.tuning.quantization import quantize_model
 from tests.fusion.quantised_models import INPUT, float_network
 
@@ -48,8 +48,8 @@ def test_what_follows_a_layer_in_float32_is_in_float32(loaded):
     """The addition behind `project`, and the pooling behind that; `window` reads it and is a layer of its own."""
     path, *_ = loaded
     form = float_form(path, load_float_model(path))
-    assert with_what_follows(form, ["project"]) == ("project", "sum", "pool")
-    assert with_what_follows(form, ["window"])[0] == "window" and "dense" not in with_what_follows(form, ["window"])
+    assert with_followers(form, ["project"]) == ("project", "sum", "pool")
+    assert with_followers(form, ["window"])[0] == "window" and "dense" not in with_followers(form, ["window"])
 
 
 def by_onnx_runtime(path: Path, x: np.ndarray) -> np.ndarray:

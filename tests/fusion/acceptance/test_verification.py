@@ -21,8 +21,8 @@ from fusion.acceptance.output_check import (
     OutputCheck,
     deviation,
     lost_values,
+    output_step,
     prepare_check,
-    step_of,
 )
 from fusion.comparing.output_errors import PATTERNS, broken_inputs, probes
 from fusion.model.build_folder import TensorInfo
@@ -285,8 +285,8 @@ def test_outputs_of_quantised_networks_may_be_one_step_off(steps, right):
 
 
 def test_outputs_of_many_values_have_no_step():
-    assert step_of(np.arange(257, dtype=np.float32)) is None and step_of(np.zeros(3, np.float32)) is None
-    assert step_of(np.array([1.0, 0.5, 4.0], np.float32)) == 0.5
+    assert output_step(np.arange(257, dtype=np.float32)) is None and output_step(np.zeros(3, np.float32)) is None
+    assert output_step(np.array([1.0, 0.5, 4.0], np.float32)) == 0.5
 
 
 def _check_of(outputs):

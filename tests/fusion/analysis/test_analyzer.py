@@ -7,7 +7,7 @@ import json
 import pytest
 
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
-from costmodel.operators.layers import Conv2d, Epilogue
+from costmodel.operators.layers import Conv2d
 from fusion.analysis.analyzer import analyze
 from fusion.model.conv_graph import Graph, Node, Other
 from schedules.contract.cpu_target import CpuTarget
@@ -108,22 +108,6 @@ def test_a_halo_that_costs_more_than_it_saves_is_declined():
     assert site.reason.startswith("19% slower fused: the halo of the tiles re-computes 15% of the arithmetic")
 
 
-def test_overlapping_sites_are_decided_over_the_chain():
-    """Of the two pairs and the whole block only one can be fused; the others say to which they gave way."""
-    nodes = (
-        Node("expand", POINTWISE, "x", None, (), "expand.out", ()),
-        Node("dw", DEPTHWISE, "expand.out", None, (), "dw.out", ()),
-        Node("project", POINTWISE, "dw.out", None, (), "project.out", ()),
-    )
-    graph = Graph(nodes, (), {"expand.out": 1, "dw.out": 1, "project.out": 1})
-    sites = analyze(graph, toy(), CPU).sites
-    assert {"expand+dw", "dw+project"} <= {site.name for site in sites}
-    (winner,) = [site for site in sites if site.fuse]
-    beaten = [site for site in sites if not site.fuse and site.fused_seconds < site.unfused_seconds]
-    assert beaten
-    assert all(f"overlaps {winner.name}" in site.reason for site in beaten)
-
-
 def test_the_json_names_the_documented_fields():
     document = json.loads(json.dumps(analyze(pair(), toy(), CPU).to_json()))
     assert document["machine"] == "toy"
@@ -131,9 +115,3 @@ def test_the_json_names_the_documented_fields():
     (site,) = document["sites"]
     assert {"name", "kind", "unfused_seconds", "fused_seconds", "fuse", "reason"} <= site.keys()
     assert site["fuse"] is True
-
-
-def test_the_residual_is_placed_too():
-    adds = Conv2d(1, 4, 4, 4, 4, (1, 1), epilogue=Epilogue(residual="before_activation"))
-    (site,) = analyze(pair(adds), toy(), CPU).sites
-    assert "residual" in {place.tensor for place in site.tensors}

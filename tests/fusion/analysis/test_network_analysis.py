@@ -22,11 +22,10 @@ from fusion.analysis.analyzer import (
     TensorPlace,
     analyze,
     analyze_in,
-    analyze_model,
     by_precision,
     is_hopeless,
     network_bytes,
-    predict,
+    predict_seconds,
     read_graph,
     unfused_intensity,
 )
@@ -95,13 +94,6 @@ def test_the_residual_is_placed_and_counted():
     assert site.flops in (1664, flops)
 
 
-def test_levels_of_the_two_arms_are_those_of_their_own_kernels():
-    """In a private cache of 2000 B that counts 1000 B, everything but what another kernel left is found there."""
-    (site,) = analyze(pair(), toy(cache_bytes=1000), CPU).sites
-    places = {place.tensor: (place.unfused_level, place.fused_level) for place in site.tensors}
-    assert places == dict.fromkeys(("input", "weights", "intermediate", "output"), ("L1", "L1"))
-
-
 def test_the_output_is_that_of_the_last_layer():
     """The 576 and 656 bytes of the first two layers fit 700 B; those of the third, to 64 channels, do not."""
     wide = replace(POINTWISE, out_channels=64)
@@ -167,7 +159,7 @@ def test_each_kernel_is_predicted_once():
     graph = chain(POINTWISE, DEPTHWISE, POINTWISE)
     model = Given(1.0, 1.0)
     sites = [site_of(graph.nodes[:2]), site_of(graph.nodes[1:]), site_of(graph.nodes)]
-    found = predict(sites, model)
+    found = predict_seconds(sites, model)
     assert set(model.asked) == set(found) and len(model.asked) == 2 + 3
     assert set(found) == {POINTWISE, DEPTHWISE, *(site.operator for site in sites)}
 
@@ -319,8 +311,7 @@ def test_a_file_is_read_for_a_batch_or_shapes_and_a_machine(files: Path):
     for read in (by_batch, by_shape):
         assert [node.operator.output_shape for node in read.graph.nodes] == [(3, 16, 8, 8), (3, 32, 8, 8)]
         assert (read.machine.name, read.cpu.threads) == ("toy", 1)
-    found = analyze_model(files / "pair.onnx", {}, machine, 1, unheard, 3)
-    assert found == analyze_in("float32", *by_batch)
+    found = analyze_in("float32", *by_batch)
     assert (found.kernels, found.threads, found.sites[0].layers[0].input_shape) == (2, 1, (3, 16, 8, 8))
 
 
@@ -340,14 +331,15 @@ def test_what_finding_the_machine_has_to_say_is_heard(files: Path, monkeypatch: 
 def test_a_file_is_analysed_in_bfloat16(files: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fusion.analysis.target_machine.host_target", lambda threads: replace(NARROW, threads=threads))
     words = (files / "pair.onnx", {}, str(files / "toy.yaml"), 1, unheard, 1)
-    assert analyze_model(*words, "bfloat16").precision == "bfloat16"
-    assert read_graph(*words, "bfloat16").graph.nodes[0].operator.dtype == "float32"  # analyze_in changes that
+    read = read_graph(*words, "bfloat16")
+    assert read.graph.nodes[0].operator.dtype == "float32"  # analyze_in changes that
+    assert analyze_in("bfloat16", *read).precision == "bfloat16"
 
 
 def test_what_a_file_cannot_be_analysed_for_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fusion.analysis.target_machine.host_target", lambda threads: replace(CPU, threads=threads))
     words = (files / "pair.onnx", {}, str(files / "toy.yaml"))
     with pytest.raises(InputError, match=r"^--precision bfloat16: bfloat16 needs .*; choose --precision float32$"):
-        analyze_model(*words, 1, unheard, 1, "bfloat16")
+        read_graph(*words, 1, unheard, 1, "bfloat16")
     with pytest.raises(MachineError, match="toy"):
-        analyze_model(*words, 7, unheard, 1)
+        analyze_in("float32", *read_graph(*words, 7, unheard, 1))

@@ -259,14 +259,19 @@ def test_run_picks_the_profile_and_names_all_where_none_fits(profiled, tmp_path)
     assert f"x.npz: x=1,16,11,12 fits no profile; {known}; pad to one of these" in line
 
 
-def test_benchmark_and_compare_take_every_profile_in_turn(profiled):
+def test_benchmark_takes_every_profile_in_turn(profiled):
     directory, _, _ = profiled
     done = fusion("benchmark", directory, "--seconds", 0.05, "--json")
     assert done.returncode == 0, done.stderr
     assert [each["batch"] for each in json.loads(done.stdout)["profiles"]] == [1, 3]
+
+
+@pytest.mark.thorough
+def test_one_profile_is_compared_as_a_build_without_any(profiled):
+    directory, _, _ = profiled
     done = fusion("compare", directory / "3x16x12x12", "--against", "onnxruntime", "--json")
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)  # of one profile: as of a build without any
+    document = json.loads(done.stdout)
     assert document["inputs"][0]["shape"] == [3, 16, 12, 12] and len(document["rows"]) == 2
 
 
@@ -413,7 +418,7 @@ def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
         raise RuntimeError("Stack trace:\n  File 'x.cc'\nInternalError: CodeGenVM cannot handle relax.nonzero\n")
 
     monkeypatch.setattr("fusion.tuning.job.TuningJob.measure", lambda *arguments: pytest.fail("was tuned"))
-    monkeypatch.setattr("fusion.relax.machine_code.build", fail)
+    monkeypatch.setattr("fusion.relax.machine_code.build_executable", fail)
     words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2
@@ -545,9 +550,3 @@ def test_tune_refuses_files_that_may_not_hold_a_library(tmp_path, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda which: (4096, 4096))
     result = CliRunner().invoke(app, ["tune", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "build")])
     assert result.exit_code == 2 and "may hold 4,096 bytes" in result.stderr and "ulimit -f" in result.stderr
-
-
-def test_a_file_in_place_of_the_folder_is_told_as_such(tmp_path):
-    (tmp_path / "taken").write_text("x")
-    result = CliRunner().invoke(app, ["tune", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "taken" / "build")])
-    assert result.exit_code == 2 and "taken is a file, not a folder" in result.stderr

@@ -14,7 +14,7 @@ from fusion.comparing.engine import ENGINES, TUNED, EngineWorkload, LayerTime, U
 from fusion.comparing.engine_worker import Worker
 from fusion.comparing.layer_table import graph_node, join_layers
 from fusion.comparing.timing import Sampling
-from fusion.model.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
+from fusion.model.build_folder import MANIFEST, MODEL, Artifact, make_manifest, read_artifact, write_artifact
 from fusion.model.named_arrays import random_arrays
 from fusion.report.console_report import print_comparison
 from schedules.contract.cpu_target import host_target
@@ -68,7 +68,7 @@ def build(network: Path) -> Artifact:
         assert template is not None
         configs[node.operator] = template.space(node.operator, cpu)[0]
     compiled = build_network(network, model, unfused_plan(graph), configs, cpu, None)
-    manifest = describe(network, model.inputs, model.outputs, cpu, tvm.__version__)
+    manifest = make_manifest(network, model.inputs, model.outputs, cpu, tvm.__version__)
     return write_artifact(network.parent / "build", manifest, {MODEL: compiled}, {})
 
 

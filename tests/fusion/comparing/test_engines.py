@@ -16,7 +16,7 @@ from costmodel.base.errors import InputError
 from fusion.comparing import engine
 from fusion.comparing.engine import ENGINES, EngineSpec, EngineWorkload, Unavailable, select_engines
 from fusion.comparing.engine_worker import EngineFailed, Worker
-from fusion.model.build_folder import Artifact, TensorInfo, digest
+from fusion.model.build_folder import Artifact, TensorInfo, file_digest
 from fusion.model.named_arrays import random_arrays
 
 onnx = pytest.importorskip("onnx")
@@ -40,7 +40,7 @@ def workload_of(model: Path, build: Path, threads: int = 2) -> EngineWorkload:
         )
 
     inputs, outputs = infos(loaded.graph.input, 2), infos(loaded.graph.output, 2)
-    return EngineWorkload(model, digest(model), inputs, outputs, threads, build, build / "cache")
+    return EngineWorkload(model, file_digest(model), inputs, outputs, threads, build, build / "cache")
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: Engin
     assert durations.shape == (3,) and (durations > 0).all()
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "torch-eager"])
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino", pytest.param("torch-eager", marks=pytest.mark.thorough)])
 def test_symbolic_dimensions_take_the_shapes_in_use(name: str, tmp_path: Path):
     from onnx import TensorProto, helper
 
@@ -231,7 +231,7 @@ def test_a_lower_precision_is_what_is_computed_in(name: str, layers: Path, tmp_p
     np.testing.assert_array_equal(again["y"], outputs["y"])
 
 
-@pytest.mark.parametrize("name", ["openvino", "torch-eager"])
+@pytest.mark.parametrize("name", ["openvino", pytest.param("torch-eager", marks=pytest.mark.thorough)])
 def test_engines_in_fp32_are_not_given_bf16_by_the_environment(name: str, layers: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     spec, inputs = ENGINES[name], {"x": np.random.default_rng(1).normal(size=(1, 3, 16, 16)).astype(np.float32)}

@@ -7,7 +7,7 @@ import pytest
 
 from fusion.comparing import timing as rounds_module
 from fusion.comparing.engine_worker import EngineFailed
-from fusion.comparing.timing import LEAST_ROUNDS, Sampling, measure
+from fusion.comparing.timing import LEAST_ROUNDS, Sampling, measure_engines
 
 
 class Scripted:
@@ -30,7 +30,7 @@ def rounds(count: int, **settings) -> Sampling:
 
 def test_statistics_of_one_engine():
     engine = Scripted("tuned", [[1, 2, 9], [4, 3, 5], [6, 6, 6]])
-    timing = measure({"tuned": engine}, "tuned", rounds(3)).timings["tuned"]
+    timing = measure_engines({"tuned": engine}, "tuned", rounds(3)).timings["tuned"]
     assert timing.median == 4  # of the block medians 2, 4, 6
     assert (timing.lower_quartile, timing.upper_quartile) == (3, 5)
     assert timing.minimum == 1
@@ -41,14 +41,14 @@ def test_statistics_of_one_engine():
 def test_the_ratio_is_taken_within_rounds_so_that_drift_cancels():
     tuned = Scripted("tuned", [[1], [10], [100], [2]])
     other = Scripted("other", [[3], [30], [300], [60]])  # a neighbour slowed the last one down
-    timings = measure({"tuned": tuned, "other": other}, "tuned", rounds(4)).timings
+    timings = measure_engines({"tuned": tuned, "other": other}, "tuned", rounds(4)).timings
     assert timings["other"].ratio == 3
 
 
 def test_the_order_reverses_every_round():
     log: list = []
     engines = {name: Scripted(name, [[1]] * 3, log) for name in ("tuned", "b", "c")}
-    measure(engines, "tuned", rounds(3))
+    measure_engines(engines, "tuned", rounds(3))
     assert "".join(name[0] for name, _, _ in log) == "tbc" + "cbt" + "tbc"
 
 
@@ -57,14 +57,14 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch, end, expected):
     """Every round takes a second of a clock that begins at zero; the least number of rounds is always made."""
     log: list = []
     monkeypatch.setattr(rounds_module.time, "monotonic", lambda: float(len(log)))
-    measure({"tuned": Scripted("tuned", [[1]] * 9, log)}, "tuned", rounds(9), end=end)
+    measure_engines({"tuned": Scripted("tuned", [[1]] * 9, log)}, "tuned", rounds(9), end=end)
     assert len(log) == expected
 
 
 def test_a_failing_engine_is_left_out_and_the_others_go_on():
     log: list = []
     engines = {"tuned": Scripted("tuned", [[1]] * 3, log), "bad": Scripted("bad", [[1], "it died"], log)}
-    measured = measure(engines, "tuned", rounds(3))
+    measured = measure_engines(engines, "tuned", rounds(3))
     assert measured.failures == {"bad": "it died"}
     assert set(measured.timings) == {"tuned"}
     assert [name for name, _, _ in log].count("bad") == 2
@@ -72,4 +72,4 @@ def test_a_failing_engine_is_left_out_and_the_others_go_on():
 
 def test_the_failure_of_the_baseline_is_raised():
     with pytest.raises(EngineFailed, match="it died"):
-        measure({"tuned": Scripted("tuned", ["it died"])}, "tuned", rounds(2))
+        measure_engines({"tuned": Scripted("tuned", ["it died"])}, "tuned", rounds(2))

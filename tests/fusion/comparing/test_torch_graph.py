@@ -1,4 +1,6 @@
-"""Each ONNX operator converted to PyTorch against ONNX Runtime, and which ATen functions are left of a model."""
+"""ONNX operators converted to PyTorch (by onnx2fx, simplified by us) against ONNX Runtime, and the ATen functions that
+are left of a model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fusion.comparing.engine import Unavailable
-from fusion.comparing.torch_graph import convert, fold_batch_norms
+from fusion.comparing.torch_graph import convert_to_torch, fold_batch_norms
 
 IMAGE = (1, 4, 7, 9)
 
@@ -49,7 +51,7 @@ def check(path: Path, shape: tuple, fold: bool = False) -> torch.fx.GraphModule:
     x = constant(*shape, seed=0)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     expected = session.run(None, {"x": x})
-    module = convert(path, {"x": x}, [output.name for output in session.get_outputs()])
+    module = convert_to_torch(path, {"x": x}, [output.name for output in session.get_outputs()])
     module = fold_batch_norms(module) if fold else module
     with torch.no_grad():
         actual = module(torch.from_numpy(x))
@@ -66,17 +68,6 @@ def calls(module: torch.fx.GraphModule) -> list[str]:
 
 # operator, attributes, constants after x, shape of x, opset
 CASES = {
-    "Abs": ("Abs", {}, [], IMAGE, 18),
-    "Add, broadcast": ("Add", {}, [constant(4, 1, 1)], IMAGE, 18),
-    "AveragePool": ("AveragePool", {"kernel_shape": [2, 3], "strides": [2, 1]}, [], IMAGE, 18),
-    "AveragePool, pads not counted": ("AveragePool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}, [], IMAGE, 18),
-    "AveragePool, pads counted": (
-        "AveragePool",
-        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1},
-        [],
-        IMAGE,
-        18,
-    ),
     "AveragePool, uneven pads": (
         "AveragePool",
         {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [0, 0, 1, 1]},
@@ -96,7 +87,6 @@ CASES = {
     "Clip": ("Clip", {}, [number(-0.5), number(0.25)], IMAGE, 18),
     "Clip, attributes": ("Clip", {"min": -0.5, "max": 0.5}, [], IMAGE, 6),
     "Clip, one side": ("Clip", {}, [number(0.1)], IMAGE, 18),
-    "Conv": ("Conv", {"pads": [1, 1, 1, 1]}, [constant(6, 4, 3, 3), constant(6)], IMAGE, 18),
     "Conv, stride, uneven pads": (
         "Conv",
         {"pads": [0, 0, 1, 1], "strides": [2, 2]},
@@ -105,67 +95,21 @@ CASES = {
         18,
     ),
     "Conv, depthwise": ("Conv", {"group": 4, "pads": [2, 2, 2, 2]}, [constant(4, 1, 5, 5)], IMAGE, 18),
-    "Conv, dilated": ("Conv", {"dilations": [2, 3]}, [constant(6, 4, 3, 3)], IMAGE, 18),
     "Conv, SAME_UPPER": ("Conv", {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, [constant(6, 4, 2, 4)], IMAGE, 18),
     "Conv, SAME_LOWER": ("Conv", {"auto_pad": "SAME_LOWER", "strides": [2, 2]}, [constant(6, 4, 2, 4)], IMAGE, 18),
     "Conv, VALID": ("Conv", {"auto_pad": "VALID"}, [constant(6, 4, 3, 3)], IMAGE, 18),
-    "Div": ("Div", {}, [constant(9)], IMAGE, 18),
     "Dropout": ("Dropout", {}, [], IMAGE, 18),
-    "Elu": ("Elu", {"alpha": 0.7}, [], IMAGE, 18),
-    "Erf": ("Erf", {}, [], IMAGE, 18),
-    "Exp": ("Exp", {}, [], IMAGE, 18),
-    "Flatten": ("Flatten", {}, [], IMAGE, 18),
-    "Flatten, negative axis": ("Flatten", {"axis": -1}, [], IMAGE, 18),
-    "Gather": ("Gather", {"axis": 1}, [np.array([[0, -1], [2, 2]])], IMAGE, 18),
     "Gather, scalar": ("Gather", {"axis": 2}, [np.array(3)], IMAGE, 18),
-    "Gelu": ("Gelu", {}, [], IMAGE, 20),
-    "Gelu, tanh": ("Gelu", {"approximate": "tanh"}, [], IMAGE, 20),
     "Gemm": ("Gemm", {"transB": 1}, [constant(3, 5), constant(3)], (2, 5), 18),
-    "Gemm, no bias": ("Gemm", {}, [constant(5, 3)], (2, 5), 18),
     "Gemm, scaled": ("Gemm", {"transA": 1, "alpha": 0.5, "beta": 2.0}, [constant(2, 3), constant(5, 3)], (2, 5), 18),
-    "GlobalAveragePool": ("GlobalAveragePool", {}, [], IMAGE, 18),
-    "GlobalMaxPool": ("GlobalMaxPool", {}, [], IMAGE, 18),
-    "HardSigmoid": ("HardSigmoid", {}, [], IMAGE, 18),
-    "HardSigmoid, PyTorch's": ("HardSigmoid", {"alpha": 1 / 6}, [], IMAGE, 18),
     "HardSwish": ("HardSwish", {}, [], IMAGE, 18),
-    "Identity": ("Identity", {}, [], IMAGE, 18),
-    "LRN": ("LRN", {"size": 3, "alpha": 0.3, "beta": 0.6, "bias": 2.0}, [], IMAGE, 18),
-    "LayerNormalization": (
-        "LayerNormalization",
-        {"axis": -1, "epsilon": 0.01},
-        [constant(9), constant(9, seed=2)],
-        IMAGE,
-        18,
-    ),
-    "LeakyRelu": ("LeakyRelu", {"alpha": 0.2}, [], IMAGE, 18),
-    "MatMul": ("MatMul", {}, [constant(9, 5)], IMAGE, 18),
     "Max": ("Max", {}, [constant(9), number(0.2)], IMAGE, 18),
-    "MaxPool": ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}, [], IMAGE, 18),
     "MaxPool, uneven pads": ("MaxPool", {"kernel_shape": [3, 3], "pads": [0, 0, 2, 1]}, [], IMAGE, 18),
-    "MaxPool, ceil": ("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1}, [], IMAGE, 18),
-    "Min": ("Min", {}, [constant(9)], IMAGE, 18),
     "Mul": ("Mul", {}, [constant(1, 4, 1, 1)], IMAGE, 18),
-    "Neg": ("Neg", {}, [], IMAGE, 18),
-    "PRelu": ("PRelu", {}, [constant(4, 1, 1)], IMAGE, 18),
-    "Pad": ("Pad", {}, [ints(0, 0, 1, 2, 0, 1, 0, 3), number(0.5)], IMAGE, 18),
     "Pad, axes": ("Pad", {}, [ints(1, 2), number(0.0), ints(3)], IMAGE, 18),
     "Pad, reflect": ("Pad", {"mode": "reflect"}, [ints(0, 0, 1, 2, 0, 0, 2, 1)], IMAGE, 18),
-    "Pad, edge": ("Pad", {"mode": "edge"}, [ints(0, 0, 1, 2, 0, 0, 2, 1)], IMAGE, 18),
     "Pad, attributes": ("Pad", {"pads": [0, 0, 1, 0, 0, 0, 0, 1], "value": 0.25}, [], IMAGE, 2),
-    "Pow": ("Pow", {}, [number(2)], IMAGE, 18),
-    "ReduceMax": ("ReduceMax", {}, [ints(1, -1)], IMAGE, 18),
-    "ReduceMean, attribute": ("ReduceMean", {"axes": [2, 3], "keepdims": 0}, [], IMAGE, 13),
-    "ReduceMean, all": ("ReduceMean", {}, [], IMAGE, 18),
-    "ReduceSum": ("ReduceSum", {"keepdims": 0}, [ints(2)], IMAGE, 18),
-    "Relu": ("Relu", {}, [], IMAGE, 18),
     "Reshape": ("Reshape", {}, [ints(0, 2, -1)], IMAGE, 18),
-    "Resize, nearest": (
-        "Resize",
-        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
-        [np.array([], np.float32), np.array([1, 1, 2, 2], np.float32)],
-        IMAGE,
-        18,
-    ),
     "Resize, linear": (
         "Resize",
         {"mode": "linear"},
@@ -173,21 +117,9 @@ CASES = {
         IMAGE,
         18,
     ),
-    "Sigmoid": ("Sigmoid", {}, [], IMAGE, 18),
-    "Slice": ("Slice", {}, [ints(1, 6), ints(3, 0), ints(1, 3), ints(1, -2)], IMAGE, 18),
     "Slice, to the start": ("Slice", {}, [ints(-1), ints(-1000), ints(2), ints(-1)], IMAGE, 18),
-    "Slice, attributes": ("Slice", {"starts": [1], "ends": [1000], "axes": [3]}, [], IMAGE, 9),
-    "Softmax": ("Softmax", {}, [], IMAGE, 18),
     "Softmax, before opset 13": ("Softmax", {"axis": 2}, [], IMAGE, 9),
-    "Squeeze": ("Squeeze", {}, [ints(0)], IMAGE, 18),
     "Squeeze, all": ("Squeeze", {}, [], IMAGE, 18),
-    "Sub": ("Sub", {}, [constant(9)], IMAGE, 18),
-    "Sum": ("Sum", {}, [constant(*IMAGE), constant(9)], IMAGE, 18),
-    "Tanh": ("Tanh", {}, [], IMAGE, 18),
-    "Transpose": ("Transpose", {"perm": [0, 2, 3, 1]}, [], IMAGE, 18),
-    "Transpose, reversed": ("Transpose", {}, [], IMAGE, 18),
-    "Unsqueeze": ("Unsqueeze", {}, [ints(-1, 1)], IMAGE, 18),
-    "Unsqueeze, attribute": ("Unsqueeze", {"axes": [0, 3]}, [], IMAGE, 9),
 }
 
 
@@ -334,7 +266,7 @@ def test_inputs_and_outputs_are_in_the_order_asked_for(tmp_path: Path):
     graph = helper.make_graph(nodes, "g", ends[:2], ends[2:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), tmp_path / "m.onnx")
     examples = {"b": np.array([1, 2], np.float32), "a": np.array([5, 5], np.float32)}
-    module = convert(tmp_path / "m.onnx", examples, ["difference", "sum"])
+    module = convert_to_torch(tmp_path / "m.onnx", examples, ["difference", "sum"])
     difference, total = module(*(torch.from_numpy(array) for array in examples.values()))
     assert difference.tolist() == [4, 3] and total.tolist() == [6, 7]
 
@@ -343,7 +275,7 @@ def test_an_unknown_operator_is_named(tmp_path: Path):
     node = helper.make_node("Frobnicate", ["x"], ["y0"], domain="com.example")
     path = save(tmp_path / "m.onnx", [node], IMAGE, {})
     with pytest.raises(Unavailable, match="^onnx2fx .* cannot convert the model to PyTorch: .*Frobnicate.*$"):
-        convert(path, {"x": constant(*IMAGE)}, ["y0"])
+        convert_to_torch(path, {"x": constant(*IMAGE)}, ["y0"])
 
 
 def test_a_shape_that_depends_on_an_input_is_refused(tmp_path: Path):
@@ -353,4 +285,4 @@ def test_a_shape_that_depends_on_an_input_is_refused(tmp_path: Path):
     ]
     path = save(tmp_path / "m.onnx", nodes, (1,), {"c": constant(1)})
     with pytest.raises(Unavailable, match="depends on the values of an input"):
-        convert(path, {"x": np.ones(1, np.float32)}, ["y0"])
+        convert_to_torch(path, {"x": np.ones(1, np.float32)}, ["y0"])

@@ -21,7 +21,7 @@ from fusion.model.build_folder import (
     UNFUSED_MODULE,
     Manifest,
     check_runnable,
-    digest,
+    file_digest,
     prepare_directory,
     read_artifact,
     write_artifact,
@@ -130,7 +130,7 @@ def damage(build: Path, how: str) -> None:
         (build / MANIFEST).write_text(json.dumps({**manifest, "colour": "red"}))
     elif how == "outside":
         outside = shutil.copy(build / MODEL, build.parent / MODEL)
-        listed = {**manifest["files"], "../model.so": digest(Path(outside))}
+        listed = {**manifest["files"], "../model.so": file_digest(Path(outside))}
         (build / MANIFEST).write_text(json.dumps({**manifest, "files": listed}))
     elif how == "no model listed":
         (build / MANIFEST).write_text(json.dumps({**manifest, "files": {}}))

@@ -48,12 +48,6 @@ def test_of_equal_covers_the_one_with_fewer_fused_nodes_wins():
         assert chosen(select(GRAPH, sites, seconds)) == ["a+b", "c", "d"]
 
 
-def test_a_block_beats_its_pairs_where_it_saves_more():
-    ab, cd, block = site(A, B), site(C, D), site(B, C, D)
-    seconds = ONE_EACH | {ab.operator: 1.75, cd.operator: 1.75, block.operator: 1.0}
-    assert chosen(select(GRAPH, [ab, cd, block], seconds)) == ["a", "b+c+d"]
-
-
 def test_a_site_without_a_time_of_its_own_is_left_out():
     """Every node has one; the kernel of the site was never measured."""
     assert chosen(select(GRAPH, [site(A, B)], ONE_EACH)) == ["a", "b", "c", "d"]

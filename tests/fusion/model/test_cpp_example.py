@@ -21,7 +21,7 @@ from fusion.model.conv_graph import unfused_plan
 from fusion.model.named_arrays import TensorInfo
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from fusion.tuning.network import complete_configs
 from schedules.tuning.kernel_ranking import KernelGuesses
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, module, stock
@@ -91,7 +91,7 @@ def run(program: Path, *arguments: str | Path) -> subprocess.CompletedProcess[st
 
 def executable(mod: tvm.IRModule):
     plan = unfused_plan(extract_graph(mod))
-    return build(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU)
+    return build_executable(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU)
 
 
 def manifest(inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> Manifest:

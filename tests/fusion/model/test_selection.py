@@ -50,12 +50,6 @@ def test_a_slower_or_equal_site_is_left_alone():
     assert chosen(plan) == ["a", "b", "c", "d"] == chosen(unfused_plan(GRAPH))
 
 
-def test_an_unmeasured_kernel_is_never_chosen():
-    ab, cd = site(A, B), site(C, D)
-    seconds = {op: time for op, time in ONE_EACH.items() if op != D.operator} | {cd.operator: 0.1}
-    assert chosen(select(GRAPH, [ab, cd], seconds)) == ["a", "b", "c", "d"]
-
-
 def test_a_fused_group_stands_where_its_last_node_stood():
     """Program order a, c, b, d with the site a+b: c must come before the kernel that ends at b."""
     graph = SimpleNamespace(nodes=(A, C, B, D))

@@ -22,7 +22,7 @@ SCRIPT = """
 import threading
 import numpy as np
 from tvm import relax
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.contract.cpu_target import host_target
 
 builder = relax.BlockBuilder()
@@ -32,7 +32,7 @@ with builder.function("main", [x]):
     for _ in range(4):
         value = builder.emit(relax.op.nn.softmax(relax.op.multiply(value, value)))
     builder.emit_func_output(value)
-compiled = build(builder.get(), host_target(1))
+compiled = build_executable(builder.get(), host_target(1))
 inputs = [np.random.default_rng(seed).random((64, 64), np.float32) for seed in range(4)]
 expected = [compiled(each)[0] for each in inputs]
 wrong = []

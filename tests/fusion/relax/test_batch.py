@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Host
-from fusion.analysis.target_machine import another_cpu
+from fusion.analysis.target_machine import other_cpu_warning
 from fusion.relax import import_onnx
 from fusion.relax.onnx.preparation import static_model
 
@@ -66,7 +66,7 @@ def test_every_sample_computes_what_it_did(tmp_path, shape, before):
 
 
 def test_our_network_for_a_batch_computes_what_onnxruntime_does(tmp_path):
-    from fusion.relax.machine_code import build
+    from fusion.relax.machine_code import build_executable
     from schedules.contract.cpu_target import host_target
 
     path = write(tmp_path / "m.onnx", SHAPES["rows"])
@@ -74,7 +74,7 @@ def test_our_network_for_a_batch_computes_what_onnxruntime_does(tmp_path):
     assert model.inputs[0].shape == (4, 8, 4, 4) and model.outputs[0].shape == (4, 128)
     x = RNG.standard_normal((4, 8, 4, 4)).astype(np.float32)
     apart = np.concatenate([run(static_model(path, None), x[index : index + 1]) for index in range(4)])
-    np.testing.assert_allclose(build(model.mod, host_target(1))(x)[0], apart, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(build_executable(model.mod, host_target(1))(x)[0], apart, rtol=1e-4, atol=1e-5)
 
 
 def test_an_open_batch_is_closed(tmp_path):
@@ -117,9 +117,9 @@ class Named:
 
 def test_a_machine_that_is_another_cpu_is_said():
     here = Host("x86_64", ("avx2", "fma"), 2)
-    assert another_cpu(Named(None), here) is None
-    assert another_cpu(Named(Host("x86_64", ("fma", "avx2"), 64)), here) is None
-    text = another_cpu(Named(Host("x86_64", ("avx2", "fma", "avx512f"), 2)), here)
+    assert other_cpu_warning(Named(None), here) is None
+    assert other_cpu_warning(Named(Host("x86_64", ("fma", "avx2"), 64)), here) is None
+    text = other_cpu_warning(Named(Host("x86_64", ("avx2", "fma", "avx512f"), 2)), here)
     assert text.startswith("far describes another CPU (this one lacks avx512f): kernels are built for this CPU")
-    assert "it lacks fma" in another_cpu(Named(Host("x86_64", ("avx2",), 2)), here)
-    assert "aarch64, not x86_64" in another_cpu(Named(Host("aarch64", ("avx2", "fma"), 2)), here)
+    assert "it lacks fma" in other_cpu_warning(Named(Host("x86_64", ("avx2",), 2)), here)
+    assert "aarch64, not x86_64" in other_cpu_warning(Named(Host("aarch64", ("avx2", "fma"), 2)), here)

@@ -21,7 +21,7 @@ from fusion.relax import leftovers
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.leftovers import leftover_kernels
-from fusion.relax.machine_code import build, scheduling_pipeline
+from fusion.relax.machine_code import build_executable, scheduling_pipeline
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 
@@ -61,7 +61,7 @@ def every_leftover():
     results = {}
     for shape in (SHAPE, ODD):
         mod = module(shape, lambda net, x: [net(body(net, x)) for body in bodies])
-        compiled, arrays = build(mod, CPU), inputs_of(mod)
+        compiled, arrays = build_executable(mod, CPU), inputs_of(mod)
         results[shape] = (compiled, compiled(*arrays), stock(mod, arrays))
     return results
 
@@ -112,11 +112,11 @@ def test_a_rule_that_fails_gives_way_to_a_simpler_one(monkeypatch):
 
     monkeypatch.setattr(leftovers, "_parallel_vectorized", broken)
     mod = module(SHAPE, lambda net, x: net(op.nn.softmax(x, axis=1)))
-    compiled = build(mod, CPU)
+    compiled = build_executable(mod, CPU)
     assert [kernel.schedule for kernel in compiled.leftovers] == ["parallel"]
     assert_close(compiled(*inputs_of(mod)), stock(mod, inputs_of(mod)))
     monkeypatch.setattr(leftovers, "_parallel_outermost", broken)
-    assert [kernel.schedule for kernel in build(mod, CPU).leftovers] == ["serial"]
+    assert [kernel.schedule for kernel in build_executable(mod, CPU).leftovers] == ["serial"]
 
 
 def test_kernels_of_templates_are_no_leftovers_and_stay_as_they_are():
@@ -136,7 +136,7 @@ def test_reshapes_are_views_also_of_inputs_and_results():
         return net(op.reshape(net(op.nn.relu(flat)), (3, 2, -1))), flat, net(op.expand_dims(x, 0)), x
 
     mod = module((2, 3, 8, 4), body)
-    compiled = build(mod, CPU)
+    compiled = build_executable(mod, CPU)
     arrays = inputs_of(mod)
     assert_close(compiled(*arrays), [np.maximum(arrays[0], 0).reshape(3, 2, -1), arrays[0].reshape(6, -1),
                                      arrays[0][None], arrays[0]])  # fmt: skip
@@ -145,7 +145,7 @@ def test_reshapes_are_views_also_of_inputs_and_results():
 
 def test_results_of_two_runs_do_not_share_memory():
     mod = module(SHAPE, lambda net, x: [net(op.nn.relu(net(op.tanh(x)))), net(op.negative(x))])
-    machine = build(mod, CPU).machine()
+    machine = build_executable(mod, CPU).machine()
     array = inputs_of(mod)[0]
     first = machine["main"](tvm.runtime.tensor(array))
     machine["main"](tvm.runtime.tensor(array * 2))
@@ -155,7 +155,7 @@ def test_results_of_two_runs_do_not_share_memory():
 
 def test_a_scalar_is_an_input_like_others():
     mod = module((), lambda net, x: net(op.negative(x)))
-    compiled = build(mod, CPU)
+    compiled = build_executable(mod, CPU)
     (result,) = compiled(np.float32(2.0))
     assert result.shape == () and result == -2.0
     compiled.bind(np.float32(2.0))()
@@ -163,7 +163,7 @@ def test_a_scalar_is_an_input_like_others():
 
 def test_a_bound_call_computes_again():
     mod = module(SHAPE, lambda net, x: net(op.nn.relu(x)))
-    call = build(mod, CPU).bind(*inputs_of(mod))
+    call = build_executable(mod, CPU).bind(*inputs_of(mod))
     call()
     call()
 
@@ -171,7 +171,7 @@ def test_a_bound_call_computes_again():
 def test_an_exported_library_runs_with_the_runtime_alone(tmp_path):
     mod = module(SHAPE, lambda net, x: net(op.nn.softmax(x, axis=1)))
     arrays = inputs_of(mod)
-    build(mod, CPU).export_library(tmp_path / "model.so")
+    build_executable(mod, CPU).export_library(tmp_path / "model.so")
     np.save(tmp_path / "x.npy", arrays[0])
     code = (
         "import numpy, tvm\n"
@@ -185,7 +185,7 @@ def test_an_exported_library_runs_with_the_runtime_alone(tmp_path):
 
 
 def test_a_library_that_cannot_be_written_is_one_clear_line(tmp_path):
-    compiled = build(module((1, 4, 2, 2), lambda net, x: net(op.nn.relu(x))), CPU)
+    compiled = build_executable(module((1, 4, 2, 2), lambda net, x: net(op.nn.relu(x))), CPU)
     with pytest.raises(OutputError, match="model.so: the compiled model cannot be written") as caught:
         compiled.export_library(tmp_path / "absent" / "model.so")
     assert "\n" not in str(caught.value)

@@ -12,8 +12,8 @@ pytest.importorskip("onnxruntime")
 import tvm
 
 from fusion.relax.extract import extract_graph
-from fusion.relax.integer_calls import ByteResize, Quantisation, resize_factors, resized
-from fusion.relax.kernels.bytes import resize_kernel
+from fusion.relax.integer_calls import ByteResize, Quantisation, compute_resize, resize_factors
+from fusion.relax.kernels.bytes import byte_resize_kernel
 from fusion.relax.onnx.importer import import_onnx
 from fusion.tuning.network_check import rounds_otherwise
 from schedules.contract.cpu_target import CpuTarget
@@ -112,5 +112,5 @@ def test_the_kernel_computes_what_is_specified(cut_off):
     blocked = block(data, CPU.lanes)
     result = np.zeros((1, 2, 20, 5, CPU.lanes), np.uint8)
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(each)) for each in (blocked, *step.tables(), factors, result)]
-    compile_kernel(resize_kernel(step, CPU), replace(CPU, mcpu=HOST.mcpu), EMULATED)(*tensors)
-    np.testing.assert_array_equal(unblock(tensors[-1].numpy(), SHAPE[1]), resized(data, step, factors))
+    compile_kernel(byte_resize_kernel(step, CPU), replace(CPU, mcpu=HOST.mcpu), EMULATED)(*tensors)
+    np.testing.assert_array_equal(unblock(tensors[-1].numpy(), SHAPE[1]), compute_resize(data, step, factors))

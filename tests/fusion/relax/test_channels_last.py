@@ -46,7 +46,7 @@ def hard_swish(net, x):
     return net(op.multiply(net(op.multiply(x, gate)), relax.const(1 / 6)))
 
 
-@pytest.mark.parametrize("activation", [swish, hard_swish])
+@pytest.mark.parametrize("activation", [pytest.param(swish, marks=pytest.mark.thorough), hard_swish])
 def test_a_block_with_squeeze_and_excite(activation):
     """What reads a transposed tensor twice, and a gate of (N, 1, 1, C) that is made of means and two convolutions."""
 

@@ -76,25 +76,28 @@ def mobilenet(tmp_path_factory):
     return export("mobilenet_v2", tmp_path_factory.mktemp("zoo") / "v2.onnx", image_size=32, width=0.25)
 
 
+@pytest.fixture(scope="module")
+def imported(mobilenet):
+    return import_onnx(mobilenet)
+
+
 class TestMobileNetV2:
-    def test_every_batch_norm_and_clip_is_gone(self, mobilenet):
+    def test_every_batch_norm_and_clip_is_gone(self, imported):
         """52 convolutions with bias, 35 ReLU6, 10 residual additions, the classifier with its bias."""
-        mod = import_onnx(mobilenet).mod
-        assert Counter(operators(mod)) == Counter(
+        assert Counter(operators(imported.mod)) == Counter(
             {"conv2d": 52, "add": 52 + 10 + 1, "clip": 35, "mean": 1, "reshape": 1, "matmul": 1}
         )
 
-    def test_main_is_one_dataflow_block_of_the_real_input_alone(self, mobilenet):
-        model = import_onnx(mobilenet)
-        function = model.mod["main"]
+    def test_main_is_one_dataflow_block_of_the_real_input_alone(self, imported):
+        model, function = imported, imported.mod["main"]
         assert [len(function.params), len(function.body.blocks)] == [1, 1]
         assert isinstance(function.body.blocks[0], relax.DataflowBlock)
         assert [variable.name_hint for variable in model.mod.functions] == ["main"]
         assert model.inputs == (TensorInfo("pixel_values", (1, 3, 32, 32), "float32"),)
         assert model.outputs == (TensorInfo("logits", (1, 1000), "float32"),)
 
-    def test_variables_are_named_after_the_nodes(self, mobilenet):
-        names = {b.var.name for b in import_onnx(mobilenet).mod["main"].body.blocks[0].bindings}
+    def test_variables_are_named_after_the_nodes(self, mobilenet, imported):
+        names = {b.var.name for b in imported.mod["main"].body.blocks[0].bindings}
         nodes = [node.name for node in onnx.load(mobilenet).graph.node if node.op_type in ("Conv", "Clip", "Add")]
         expected = {name.strip("/").replace("/", "_").replace(".", "_") for name in nodes}
         assert expected <= names
@@ -102,6 +105,7 @@ class TestMobileNetV2:
     def test_it_computes_what_onnx_runtime_computes(self, mobilenet):
         assert_as_onnx_runtime(mobilenet)
 
+    @pytest.mark.thorough
     def test_pads_of_tensorflow_padding_become_padding(self, tmp_path):
         """Stride 2 on an even image pads below and right only; stride 1 pads all around."""
         pytest.importorskip("transformers")
@@ -191,12 +195,14 @@ class TestInterface:
         onnx.save(made, tmp_path / "m.onnx")
         assert operators(assert_as_onnx_runtime(tmp_path / "m.onnx").mod) == ["relu", "negative"]
 
-    def test_external_data_beside_the_model(self, mobilenet, tmp_path):
-        model = onnx.load(mobilenet)
-        onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.weights", size_threshold=0)
+    def test_external_data_beside_the_model(self, tmp_path):
+        weights = {"w": np.ones((12, 500), np.float32)}
+        inside = save(tmp_path / "inside.onnx", [node("MatMul", ["x", "w"], ["y"])], {"x": (7, 12)}, ["y"], weights)
+        onnx.save(
+            onnx.load(inside), tmp_path / "m.onnx", save_as_external_data=True, location="m.weights", size_threshold=0
+        )
         assert (tmp_path / "m.onnx").stat().st_size < (tmp_path / "m.weights").stat().st_size
-        inside = import_onnx(mobilenet).mod
-        tvm.ir.assert_structural_equal(import_onnx(tmp_path / "m.onnx").mod, inside)
+        tvm.ir.assert_structural_equal(import_onnx(tmp_path / "m.onnx").mod, import_onnx(inside).mod)
 
 
 def with_random_weights(source, target, output=None):
@@ -228,7 +234,8 @@ def with_random_weights(source, target, output=None):
 class TestLightModels:
     """Models of opset 9, whose weights are made by ConstantOfShape and listed among the inputs."""
 
-    @pytest.mark.parametrize("name", [pytest.param("squeezenet", marks=pytest.mark.thorough), "shufflenet"])
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("name", ["squeezenet", "shufflenet"])
     def test_they_compute_what_onnx_runtime_computes(self, name, tmp_path):
         logits = next(
             node.input[0] for node in onnx.load(LIGHT / f"light_{name}.onnx").graph.node if node.op_type == "Softmax"
@@ -240,7 +247,7 @@ class TestLightModels:
         ("name", "convolutions"),
         [
             ("squeezenet", 26),
-            ("resnet50", 53),
+            pytest.param("resnet50", 53, marks=pytest.mark.thorough),
             pytest.param("densenet121", 121, marks=pytest.mark.thorough),
             pytest.param("inception_v2", 69, marks=pytest.mark.thorough),
         ],

@@ -116,7 +116,17 @@ EXACT = {
 
 @pytest.mark.parametrize(
     ("activation", "kind"),
-    [*((activation, "pointwise") for activation in ACTIVATIONS), ("silu", "window"), ("hard_swish", "depthwise")],
+    [
+        ("silu", "window"),
+        ("hard_swish", "depthwise"),
+        ("leaky_relu", "pointwise"),
+        ("prelu", "pointwise"),
+        *(
+            pytest.param(each, "pointwise", marks=pytest.mark.thorough)
+            for each in ACTIVATIONS
+            if each not in ("leaky_relu", "prelu")
+        ),
+    ],
 )
 def test_an_activation_before_the_only_rounding_is_part_of_the_layer(activation, kind, tmp_path):
     """ONNX Runtime sums floats there: equal but for values half-way between two bytes, as is what FP64 makes of it."""

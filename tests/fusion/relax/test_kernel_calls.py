@@ -11,7 +11,7 @@ tvm = pytest.importorskip("tvm")
 from tvm import relax
 from tvm.relax import op
 
-from fusion.relax.machine_code import build, kernel_layers
+from fusion.relax.machine_code import build_executable, kernel_layers
 from tests.fusion.relax_models import CPU, module
 
 
@@ -22,7 +22,7 @@ def test_names_follow_the_calls_of_a_run_and_results_have_their_index():
         flat = net(op.reshape(pooled, (1, 16)), "flat")
         return flat, net(op.nn.softmax(flat, axis=1), "last"), first
 
-    compiled = build(module((1, 4, 4, 4), body), CPU)
+    compiled = build_executable(module((1, 4, 4, 4), body), CPU)
     assert compiled.layers == ("result 2", "result 0", "result 1")  # a view of a result is the result
     symbols: list[str] = []
     machine = compiled.machine()

@@ -16,7 +16,7 @@ from costmodel.base.errors import OutputError
 from fusion.model.conv_graph import unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import KernelObjects, build
+from fusion.relax.machine_code import KernelObjects, build_executable
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, module
 
@@ -38,7 +38,7 @@ def network(width: int):
 def test_a_network_of_linked_kernels_computes_the_same(tmp_path):
     mod, lowered = network(48)
     objects = KernelObjects(tmp_path / "kernels", CPU, threads=2)
-    linked, alone = build(lowered, CPU, objects), build(lowered, CPU)
+    linked, alone = build_executable(lowered, CPU, objects), build_executable(lowered, CPU)
     arrays = inputs_of(mod)
     assert_close(linked(*arrays), alone(*arrays))
     assert linked.memory == alone.memory and linked.leftovers == alone.leftovers
@@ -49,12 +49,12 @@ def test_a_network_of_linked_kernels_computes_the_same(tmp_path):
 
 def test_only_what_is_new_is_compiled(tmp_path):
     objects = KernelObjects(tmp_path, CPU)
-    build(network(48)[1], CPU, objects)
+    build_executable(network(48)[1], CPU, objects)
     first = set(tmp_path.iterdir())
     assert objects.seconds > 0
-    build(network(48)[1], CPU, objects)
+    build_executable(network(48)[1], CPU, objects)
     assert set(tmp_path.iterdir()) == first
-    build(network(64)[1], CPU, objects)
+    build_executable(network(64)[1], CPU, objects)
     more = {path.name.rpartition("_")[0].rpartition("_")[0] for path in set(tmp_path.iterdir()) - first}
     assert more and not any("32x12x12_32x12x12" in name for name in more)  # the 1x1 layers are there already
 

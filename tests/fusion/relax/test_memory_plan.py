@@ -12,7 +12,7 @@ from tvm.relax import op
 from fusion.model.conv_graph import cover, find_sites
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import MemoryPlan, build
+from fusion.relax.machine_code import MemoryPlan, build_executable
 from fusion.tuning.network import complete_configs
 from schedules.tuning.kernel_ranking import KernelGuesses
 from tests.fusion.relax_models import CPU, module
@@ -26,7 +26,7 @@ def planned(mod: tvm.IRModule, *kinds: str) -> MemoryPlan:
     graph = extract_graph(mod)
     plan = cover(graph, [site for site in find_sites(graph, CPU) if site.kind in kinds])
     assert sum(group.is_fused for group in plan.groups) == len(kinds)
-    memory = build(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU).memory
+    memory = build_executable(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU).memory
     assert memory is not None
     return memory
 

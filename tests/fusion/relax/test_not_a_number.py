@@ -13,7 +13,7 @@ from fusion.model.conv_graph import BFLOAT16, cover, find_sites, stored_in
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU
 
@@ -53,8 +53,9 @@ UNARY = {
 }
 # Where in a window of a largest value NaN lies decides in ONNX Runtime, too, whether it is kept: all of it is NaN here.
 BY_PLACE = ("max_pool",)
-# One of each way in which a kernel of bfloat16 computes: bounds, slopes, polynomials, exponentials, windows.
-IN_BFLOAT16 = ("relu", "relu6", "max", "leaky", "hard_swish", "sigmoid", "tanh", "gelu", "softmax", "max_pool")
+# One of each way in which a kernel computes: bounds, slopes, polynomials, exponentials, windows.
+IN_KERNELS = ("relu6", "floor", "max", "prelu", "hard_swish", "sigmoid", "gelu", "softmax", "average_pool", "max_pool")
+IN_BFLOAT16 = ("relu6", "leaky", "hard_swish", "tanh", "softmax", "max_pool")
 TWO = {"larger": "Max", "smaller": "Min"}
 CONSTANTS = {
     "zero": np.float32(0),
@@ -134,7 +135,7 @@ def _built(path, dtype, fused):
         for operator in plan.operators
         if template_for(operator, CPU) is not None
     }
-    return model, build(lower(model.mod, plan, configs, CPU), CPU)
+    return model, build_executable(lower(model.mod, plan, configs, CPU), CPU)
 
 
 def _images(value):
@@ -176,11 +177,12 @@ def test_operators_by_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "fused"),
     [
-        pytest.param("float32", False, marks=pytest.mark.thorough),
+        pytest.param("float32", False, marks=pytest.mark.thorough),  # of all operators
         ("float32", True),
         pytest.param(BFLOAT16, False, marks=pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason="no bfloat16")),
     ],
 )
 def test_operators_behind_layers_and_in_fused_kernels(tmp_path, dtype, fused):
-    path = _behind_layers(tmp_path, IN_BFLOAT16 if dtype == BFLOAT16 else tuple(UNARY))
+    operators = IN_BFLOAT16 if dtype == BFLOAT16 else IN_KERNELS if fused else tuple(UNARY)
+    path = _behind_layers(tmp_path, operators)
     assert_alike(path, *_built(path, dtype, fused))

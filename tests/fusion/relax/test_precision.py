@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from costmodel.operators.layers import Conv2d
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from fusion.relax.onnx.preparation import computed_in_single, holds_half
 from schedules.contract.cpu_target import host_target
 
@@ -51,7 +51,7 @@ def test_layers_are_kernels_and_the_interface_keeps_its_types(tmp_path):
     assert sum(isinstance(node.operator, Conv2d) for node in extract_graph(model.mod).nodes) == 2
     x = np.random.default_rng(1).standard_normal((1, 3, 10, 10)).astype(np.float16)
     expected = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
-    for ours, theirs in zip(build(model.mod, host_target(1))(x), expected, strict=True):
+    for ours, theirs in zip(build_executable(model.mod, host_target(1))(x), expected, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=1e-2, atol=1e-2)
 

@@ -95,7 +95,7 @@ def test_steps_at_the_inputs_of_layers_alone(data, tmp_path):
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
-@pytest.mark.parametrize("opset", [10, 11, 13, 17, 19, 21])
+@pytest.mark.parametrize("opset", [10, 13, 21])
 def test_opsets(opset, data, tmp_path):
     graph = QuantisedGraph()
     value = graph.add("Relu", graph.add("Conv", graph.step("x", 0.05, 118), graph.weights(24, 16), name="conv"))
@@ -296,8 +296,9 @@ def test_on_a_cpu_without_instructions_for_bytes(kind, data, tmp_path):
     value = graph.step(graph.add("Relu", value), 0.0407, 0)
     path = graph.save(tmp_path / "q.onnx", graph.step(graph.add("HardSwish", value), 0.0391, 4), SHAPE)
     avx2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 1024 * 1024)
+    expected = ours(path, data)
     for cpu in (avx2, replace(CPU, mcpu="skylake-avx512", features=("avx512f",))):
         assert cpu.lacks("int8") is not None
-        found, expected = ours(path, data, cpu=cpu), ours(path, data)
+        found = ours(path, data, cpu=cpu)
         assert np.abs(found - expected).max() < 0.0392 and np.mean(found != expected) < 0.01
-    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+    np.testing.assert_array_equal(expected, theirs(path, data))

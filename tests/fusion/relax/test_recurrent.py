@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from costmodel.base.errors import UnsupportedOperatorError
 from fusion.acceptance.output_check import DoubleModel
 from fusion.relax import import_onnx
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from schedules.contract.cpu_target import host_target
 
 STEPS, BATCH, INPUTS = 7, 3, 5
@@ -55,7 +55,7 @@ def check(path):
     expected = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, arrays)
     double = DoubleModel(onnx.load(path)).run(arrays)
     for info, ours, theirs in zip(
-        model.outputs, build(model.mod, host_target(2))(*arrays.values()), expected, strict=True
+        model.outputs, build_executable(model.mod, host_target(2))(*arrays.values()), expected, strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(ours, double[info.name], rtol=2e-6, atol=2e-6)

@@ -14,7 +14,7 @@ pytest.importorskip("ml_dtypes")
 from fusion.model.conv_graph import BFLOAT16, find_sites, layers_covered, select, stored_in, unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import KernelObjects, build
+from fusion.relax.machine_code import KernelObjects, build_executable
 from schedules.contract.cpu_target import flags_of_mcpu, target_with
 from schedules.kernels.template_table import template_for
 from tests.fusion.bfloat16_models import whole_numbers
@@ -57,12 +57,12 @@ def test_a_network_in_tiles_is_exact(fused: str | None):
     assert len(tiles) == 3, kernel_names(made)
     assert fused is None or any(name.startswith(f"tile_{fused.replace('-', '_')}") for name in tiles)
     arrays = whole_numbers(mod)
-    found = build(made, replace(CPU, mcpu=HOST.mcpu), emulated=True)(*arrays)
+    found = build_executable(made, replace(CPU, mcpu=HOST.mcpu), emulated=True)(*arrays)
     for actual, expected in zip(found, stock(mod, arrays), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_its_library_asks_for_the_tiles_once(tmp_path: Path):
     made = lowered(module((1, 32, 12, 10), network), fused="depthwise-pointwise")
-    build(made, CPU, KernelObjects(tmp_path / "kernels", CPU)).export_library(tmp_path / "model.so")
+    build_executable(made, CPU, KernelObjects(tmp_path / "kernels", CPU)).export_library(tmp_path / "model.so")
     assert (tmp_path / "model.so").read_bytes().count(b"needs the tile registers of AMX") == 1

@@ -11,7 +11,7 @@ pytest.importorskip("tvm")
 from tvm import relax
 from tvm.relax import op
 
-from fusion.relax.machine_code import build, scheduling_pipeline
+from fusion.relax.machine_code import build_executable, scheduling_pipeline
 from tests.fusion.relax_models import CPU, module
 
 
@@ -47,7 +47,7 @@ def computed():
         scheduled = str(scheduling_pipeline(CPU)(mod))
     assert not any(f"T.{name}(" in scheduled for name in ("exp", "erf", "sin", "tanh", "sigmoid"))
     arguments = np.linspace(-30, 30, math.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
-    return arguments, dict(zip(FUNCTIONS, build(mod, CPU)(arguments), strict=True))
+    return arguments, dict(zip(FUNCTIONS, build_executable(mod, CPU)(arguments), strict=True))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -61,7 +61,7 @@ def test_they_are_as_exact_as_float32(computed, name):
 def test_powers_end_at_zero_and_infinity():
     mod = module((1, 8), lambda net, x: net(op.exp(x)))
     ends = np.array([[-np.inf, -200, -104, -87.5, 0, 88.7, 89, np.inf]], np.float32)
-    (values,) = build(mod, CPU)(ends)
+    (values,) = build_executable(mod, CPU)(ends)
     expected = np.exp(ends.astype(np.float64))
     assert values[0, :2].tolist() == [0, 0] and values[0, -1] == np.inf and values[0, 4] == 1
     assert np.allclose(values[0, 2:6], expected[0, 2:6], rtol=2e-5, atol=1e-37) and values[0, 6] >= 3e38
@@ -70,12 +70,12 @@ def test_powers_end_at_zero_and_infinity():
 def test_sines_of_many_turns():
     mod = module((1, 64), lambda net, x: net(op.sin(x)))
     turns = np.linspace(-3000, 3000, 64, dtype=np.float32)[None]
-    (values,) = build(mod, CPU)(turns)
+    (values,) = build_executable(mod, CPU)(turns)
     assert np.allclose(values, np.sin(turns.astype(np.float64)), rtol=0, atol=2e-6)
 
 
 def test_integers_and_doubles_are_left_to_tvm():
     mod = module((4, 5), lambda net, x: net(op.tanh(net(relax.op.astype(x, "float64")))))
     arguments = np.linspace(-2, 2, 20, dtype=np.float32).reshape(4, 5)
-    (values,) = build(mod, CPU)(arguments)
+    (values,) = build_executable(mod, CPU)(arguments)
     assert values.dtype == np.float64 and np.allclose(values, np.tanh(arguments.astype(np.float64)), rtol=1e-9)

@@ -60,7 +60,7 @@ def tuned(folder: Path, build: Path, **options):
 @pytest.fixture(scope="module")
 def whole(folder):
     """The summary of a build whose error nobody limits."""
-    return tuned(folder, folder / "build")
+    return tuned(folder, folder / "build", minutes=0)
 
 
 @needs_bytes
@@ -112,6 +112,7 @@ def check_engines(folder, tmp_path, build, quick):
 
 
 @needs_bytes
+@pytest.mark.thorough
 def test_within_a_budget_delicate_layers_stay_in_float32(folder, tmp_path, whole):
     limit = 0.6 * whole.record["precision"]["quantised_errors"]["max_relative_error"]
     found = tuned(folder, tmp_path / "build", max_error=limit).record["precision"]

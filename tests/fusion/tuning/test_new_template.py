@@ -13,10 +13,10 @@ from costmodel.cpu.learned_residual import ResidualModel
 from fusion.model.conv_graph import Graph, find_sites
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build_executable
 from fusion.tuning.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
-from schedules.kernels.template_table import config_cost, config_terms, template_for
+from schedules.kernels.template_table import config_terms, template_for
 from schedules.tuning.tuning_records import RecordStore
 from tests.fusion.fake_runner import FakeRunner
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
@@ -59,7 +59,7 @@ def test_a_registered_template_is_found_tuned_chosen_and_lowered(tmp_path):
     template = template_for(site.operator, CPU)
     assert isinstance(template, TwoPointwise) and site.kind == "pointwise-pointwise"
     space = template.space(site.operator, CPU)
-    costs = [config_cost(site.operator, config, CPU) for config in space]
+    costs = [template.cost(site.operator, config, CPU) for config in space]
     assert costs == sorted(costs) and costs[0] < costs[-1]
     runner = FakeRunner(seconds)
     first = tuned(tmp_path, graph, runner)
@@ -74,4 +74,4 @@ def test_a_registered_template_is_found_tuned_chosen_and_lowered(tmp_path):
     result = lower(MODULE, plan, first.chosen_configs(), CPU)
     assert sum(name.startswith("pointwise_pointwise") for name in kernel_names(result)) == 1
     arrays = inputs_of(MODULE)
-    assert_close(build(result, CPU)(*arrays), stock(MODULE, arrays))
+    assert_close(build_executable(result, CPU)(*arrays), stock(MODULE, arrays))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate
-from fusion.analysis.analyzer import analyze_model, outlooks
+from fusion.analysis.analyzer import analyze_in, outlooks, read_graph
 from fusion.commands.cli import app
 from fusion.model.conv_graph import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph
@@ -105,7 +105,7 @@ def test_a_quantised_model_has_its_precision_from_its_file(folder, tmp_path, mon
         message = f"error: --precision {precision}: the model is quantised, 7 of its 7 layers are computed in whole"
         assert done.exit_code == 2 and message in done.stderr
     assert not (tmp_path / "b").exists()
-    found = analyze_model(file, {}, str(folder / "toy.yaml"), 1, lambda _: None)
+    found = analyze_in("float32", *read_graph(file, {}, str(folder / "toy.yaml"), 1, lambda _: None))
     assert found.precision == INT8 and not found.precisions
 
 

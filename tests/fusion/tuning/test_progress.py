@@ -6,7 +6,7 @@ import pytest
 
 from costmodel.operators.layers import Dense
 from fusion.tuning import clock as progress
-from fusion.tuning.clock import PLAIN_INTERVAL_SECONDS, TuningDisplay, describe
+from fusion.tuning.clock import PLAIN_INTERVAL_SECONDS, TuningDisplay, progress_line
 from schedules.measuring.timing_protocol import MeasureOutcome
 from schedules.tuning.kernel_tuner import TuningProgress
 
@@ -33,8 +33,8 @@ def clock(monkeypatch):
 
 
 def test_a_line_says_what_is_done_how_fast_it_is_and_what_is_left():
-    assert describe(STATE, None) == "tuning 47 kernels, trial 12/300, 0:27 left"
-    assert describe(STATE, 2.31e-3) == "tuning 47 kernels, trial 12/300, best kernels so far 2.310 ms, 0:27 left"
+    assert progress_line(STATE, None) == "tuning 47 kernels, trial 12/300, 0:27 left"
+    assert progress_line(STATE, 2.31e-3) == "tuning 47 kernels, trial 12/300, best kernels so far 2.310 ms, 0:27 left"
 
 
 def test_the_time_left_is_that_of_the_job_and_holds_from_one_search_to_the_next(clock):

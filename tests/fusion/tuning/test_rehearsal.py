@@ -198,15 +198,6 @@ def test_the_runner_is_asked_for_as_many_rounds_as_the_network_allows(tmp_path):
     assert asked[0][0] == 8 and all(count == rounds(0.02 * programs) for programs, count in asked)
 
 
-def test_without_time_only_known_networks_are_affordable(tmp_path):
-    runner = Networks(lambda operator, tile: 1.0)
-    in_time = RehearsalStore(tmp_path, CPU, end=time.monotonic() + 60.0)
-    assert in_time.affordable([first()])
-    in_time.outcomes([first()], runner)
-    late = RehearsalStore(tmp_path, CPU, end=time.monotonic())
-    assert late.affordable([first()]) and not late.affordable([first(2)])
-
-
 def test_a_rehearsal_that_would_end_too_late_is_not_affordable(tmp_path, monkeypatch):
     """One network took 10 s; three more take turns at the end: two need 50 s."""
     clock = [0.0]
@@ -222,16 +213,6 @@ def test_a_rehearsal_that_would_end_too_late_is_not_affordable(tmp_path, monkeyp
     assert store.affordable([first(2), first(3)])
     clock[0] = 16.0
     assert not store.affordable([first(2), first(3)]) and store.affordable([first()])
-
-
-def test_a_rehearsal_without_time_measures_nothing(tmp_path):
-    def asked(directory, **options):
-        runner = Networks(lambda operator, tile: 1.0 / tile)
-        rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(directory, CPU, **options), runner)
-        return runner.asked
-
-    assert asked(tmp_path / "late", end=time.monotonic()) == 0
-    assert asked(tmp_path / "early", end=time.monotonic() + 60.0) > 2
 
 
 def test_a_rehearsal_of_kernels_of_which_none_was_measured_finds_nothing(tmp_path):

@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.base.input_files import digest
+from costmodel.base.input_files import content_digest
 from lab.data import selection as fitting
 from lab.data.data_folder import data_folder
 from lab.data.selection import named_in, named_tables, select, selection_of
@@ -99,7 +99,7 @@ def test_what_a_fitted_file_says_of_its_rows(fitted):
     path = data / FOLDER / "AR_GPU2_1M_64M_LUT"
     for file in (files[0], next(each for each in files if each.parent.name == "a100-sxm-80gb")):
         provenance = json.loads(file.read_text())["provenance"]
-        assert provenance["tables"][f"{FOLDER}/{path.name}"] == {"rows": 7, "sha256": digest(path)}
+        assert provenance["tables"][f"{FOLDER}/{path.name}"] == {"rows": 7, "sha256": content_digest(path)}
         assert "int8" in provenance["selection"]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodel.base.input_files import digest
+from costmodel.base.input_files import content_digest
 from costmodel.commands.cli import main as costmodel_main
-from costmodel.gpu.fitted import all_fitted, transfer
+from costmodel.gpu.fitted import all_fitted, level_transfer
 from costmodel.machines.machine_file import load_machine
 from lab.data.data_folder import data_folder
 from lab.fit.__main__ import main as fit_main
@@ -62,7 +62,7 @@ def test_one_file_per_gpu_with_provenance(models, invented):
     t4 = all_fitted(models)["t4"]
     (named,) = t4.provenance["tables"].items()
     path = invented / "neusight" / "op_latency" / "relu" / "Tesla T4.csv.gz"
-    assert named == (path.relative_to(invented).as_posix(), {"rows": 400, "sha256": digest(path)})
+    assert named == (path.relative_to(invented).as_posix(), {"rows": 400, "sha256": content_digest(path)})
     carried = json.loads((models / "transfer.json").read_text())["provenance"]["tables"]
     assert len(carried) == 3 and named[0] in carried  # every file of the fit
     assert t4.power_limited and t4.architecture == "turing" and set(t4.families) == {"elementwise"}
@@ -85,14 +85,9 @@ def test_what_is_fitted_is_learned_and_a_left_out_gpu_gets_the_others_level(inve
 
 
 def test_levels_weigh_machines_not_rows(invented, models):
-    level = transfer(models).levels["elementwise"]["any"]
+    level = level_transfer(models).levels["elementwise"]["any"]
     assert level.middle == pytest.approx((np.log(1.2) + np.log(1.4)) / 2, abs=0.01)
     assert set(level.machines) == {"t4", "p4"}
-
-
-def test_fitting_again_writes_the_same_bytes(invented, models, tmp_path):
-    for path in fit(invented, tmp_path, lambda line: None):
-        assert path.read_bytes() == (models / path.name).read_bytes()
 
 
 def test_a_left_out_machine_knows_only_its_datasheet():
@@ -106,10 +101,12 @@ def test_a_left_out_machine_knows_only_its_datasheet():
 
 
 @pytest.mark.slow
-def test_the_commands(invented, tmp_path, capsys):
+def test_the_commands(invented, models, tmp_path, capsys):
+    """Fitting again writes the same bytes."""
     assert fit_main(["--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
+    assert all((tmp_path / path.name).read_bytes() == path.read_bytes() for path in models.iterdir())
     assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["kernels"]["results"]
     row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT_SHAPES)

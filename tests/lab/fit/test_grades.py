@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.memory_bound import MemoryBound
-from costmodel.gpu.fitted import ANY_FAMILY, DIRECTORY, LevelTransfer, power_class, residuals_for, transfer
+from costmodel.gpu.fitted import ANY_FAMILY, DIRECTORY, LevelTransfer, level_transfer, power_class, residuals_for
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, OptimizerStep, Softmax
 from lab.fit.transfer import KernelRows, transfer_of, with_grades
@@ -90,7 +90,7 @@ def test_three_gpus_say_more_than_two():
 
 
 def test_the_shipped_grades_hold_every_grade():
-    shipped: LevelTransfer = transfer(DIRECTORY)
+    shipped: LevelTransfer = level_transfer(DIRECTORY)
     assert {"points", "relative", "physics", "dtype", "kind"} <= shipped.grades[ANY_FAMILY].keys()
     assert all(low <= high for each in shipped.grades.values() for low, high in each.values())
     assert shipped.grade("no such family", "physics") == shipped.grades[ANY_FAMILY]["physics"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.gpu.families.gemm import TensorGemm
-from costmodel.gpu.residual import Lattice, axes_of, lattice_from_record, lattice_to_record, rising
+from costmodel.gpu.residual import Lattice, axes_of, fit_monotone, lattice_from_record, lattice_to_record
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 from lab.fit.transfer import KernelRows, disturbed
@@ -19,7 +19,7 @@ AXES = axes_of((1, 2, 8, 64), (32, 128, 4096))
 
 
 def lattice(seed):
-    return Lattice(AXES, rising(np.exp(np.random.default_rng(seed).normal(-9, 1, (4, 3)))))
+    return Lattice(AXES, fit_monotone(np.exp(np.random.default_rng(seed).normal(-9, 1, (4, 3)))))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -44,7 +44,7 @@ def test_beyond_the_last_point_its_rate_holds():
 
 
 def test_one_row_out_of_line_moves_to_the_middle_of_its_neighbours():
-    assert rising(np.array([1.0, 4.0, 2.0, 8.0])) == pytest.approx([1.0, np.sqrt(8), np.sqrt(8), 8.0])
+    assert fit_monotone(np.array([1.0, 4.0, 2.0, 8.0])) == pytest.approx([1.0, np.sqrt(8), np.sqrt(8), 8.0])
 
 
 def test_it_survives_json_and_refuses_nonsense():

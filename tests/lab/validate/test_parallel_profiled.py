@@ -167,6 +167,7 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert vtrain.vtrain_section(DATA, "t4/") is None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (DATA / vtrain.FOLDER).is_dir(), reason="the shared data are not here")
 def test_published_iterations() -> None:
     """Half of every sixtieth within 7 %; the whole table is a section of ``python -m lab.validate``."""

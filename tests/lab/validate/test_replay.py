@@ -13,9 +13,9 @@ from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.price.recorded_kernels import Scaling, retarget
 from e2e.simulate.simulator import simulate
-from e2e.sources.known_requests import Recording
-from e2e.sources.prepared_step import run
+from e2e.sources.prepared_step import run_step
 from e2e.sources.recorded_job import prepare_recording
+from e2e.sources.requests import Recording
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
@@ -117,8 +117,8 @@ def test_layers_are_no_steps(tmp_path):
 def test_the_recorded_time_stands_beside_the_replayed(tmp_path):
     (path,) = written(tmp_path, profile(0, 0, 7, 1))
     prepared = prepare_recording(Recording(str(path), gpu="t4"))
-    assert any("recorded 0.040 ms, replayed 0.040 ms" in note for note in run(prepared).prediction.notes)
-    off = run(replace(prepared, recorded_seconds=42e-6)).prediction
+    assert any("recorded 0.040 ms, replayed 0.040 ms" in note for note in run_step(prepared).prediction.notes)
+    off = run_step(replace(prepared, recorded_seconds=42e-6)).prediction
     assert any("replayed 0.040 ms (-4.8%): the replay is wrong" in line for line in off.warnings)
 
 

@@ -18,6 +18,7 @@ needs_aiconfigurator = pytest.mark.skipif(
 )
 
 
+@pytest.mark.thorough
 @needs_aiconfigurator
 def test_held_out_rows_of_linear_attention():
     results = validate_kernels(DATA, wanted=selection_of("scans", DATA).wants, read=read_scans)
@@ -27,6 +28,7 @@ def test_held_out_rows_of_linear_attention():
     assert all(each.mape < 0.1 for each in held.values()), held
 
 
+@pytest.mark.thorough
 @needs_aiconfigurator
 def test_held_out_rows_of_serving_engines():
     results = validate_kernels(DATA, wanted=selection_of("serving", DATA).wants, read=read_engines)

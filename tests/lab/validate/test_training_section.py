@@ -208,7 +208,7 @@ def test_the_rows_of_torchtitan_are_asked_as_they_ran() -> None:
 @pytest.mark.parametrize(("layers", "tp", "pp"), [(12, 8, 1), (12, 1, 2), (4, 1, 2)])
 def test_memory_in_use_on_b200_is_what_was_measured(layers: int, tp: int, pp: int, tmp_path: Path) -> None:
     """Nothing of the model of memory is fitted; published to 0.01 GiB."""
-    from e2e.parallelism.parallel_graph import build
+    from e2e.parallelism.parallel_graph import build_parallel_graph
     from e2e.step.options import StepOptions
     from lab.steps.training_runs import _configuration
 
@@ -220,7 +220,7 @@ def test_memory_in_use_on_b200_is_what_was_measured(layers: int, tp: int, pp: in
         attention=asked.attention,
         stack=asked.stack,
     )
-    memory = build(_configuration(asked, tmp_path), asked.spec, step).memory
+    memory = build_parallel_graph(_configuration(asked, tmp_path), asked.spec, step).memory
     fullest = max(usage.allocated_bytes for usage in memory.values()) / 2**30
     assert fullest == pytest.approx(asked.row.allocated_gib, rel=0.01)
 

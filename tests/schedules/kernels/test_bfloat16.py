@@ -14,17 +14,16 @@ import pytest
 from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE, compile_function, compile_kernel
 from schedules.contract.operator_reference import reference, rounded_to
 from schedules.contract.operator_workload import workload
-from schedules.contract.template import Signature, TensorSpec, unblock
+from schedules.contract.template import Signature, TensorSpec
 from schedules.kernels.template_table import TEMPLATES, template_for
 from schedules.loops import emit
-from schedules.loops.dot_products import BFLOAT16, DotProduct
-from schedules.measuring.kernel_verification import WrongValues, make_case, random_parameters, tolerance
-from schedules.tuning.tuning_records import RecordStore
+from schedules.loops.dot_products import DotProduct
+from schedules.measuring.kernel_verification import WrongValues, make_case, tolerance
 from tests.schedules.awkward_operators import AWKWARD, RELU6, separable, stored_as
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate
 
@@ -46,7 +45,7 @@ def run(operator, emulated=not NATIVE):
     case.verify()
 
 
-@pytest.mark.parametrize("operator", one_in(2, NARROW.values()), ids=NARROW.keys())
+@pytest.mark.parametrize("operator", one_in(3, NARROW.values()), ids=NARROW.keys())
 def test_kernel_equals_the_reference(operator):
     run(operator)
 
@@ -113,17 +112,6 @@ def test_what_is_stored_is_the_nearest_value(name):
     assert (actual.reshape(nearest.shape) == nearest).mean() > 0.99
 
 
-def test_constants_have_the_dtypes_of_the_signature():
-    for operator in NARROW.values():
-        template = template_for(operator, COOPERLAKE)
-        own = template.for_config(template.space(operator, COOPERLAKE)[0])
-        signature = own.signature(operator, COOPERLAKE)
-        constants = own.pack(operator, random_parameters(operator, np.random.default_rng(0)), COOPERLAKE)
-        found = [(array.shape, array.dtype.name) for array in constants]
-        assert found == [(spec.shape, spec.dtype) for spec in signature.constants]
-        assert {signature.data.dtype, signature.output.dtype} == {"bfloat16"}
-
-
 def test_every_template_makes_kernels_of_it():
     families = {template_for(operator, COOPERLAKE).family for operator in NARROW.values()}
     assert families == {template.family for template in TEMPLATES}
@@ -132,8 +120,7 @@ def test_every_template_makes_kernels_of_it():
 WINOGRAD = ("3x3, odd size, batch 2", "3x3 behind a batch norm and a ReLU", "3x3, 1x1", "3x3, 3x3")
 
 
-@pytest.mark.parametrize("outputs", [2, 4])
-@pytest.mark.parametrize("name", WINOGRAD)
+@pytest.mark.parametrize(("name", "outputs"), list(zip(WINOGRAD, (2, 4, 4, 2), strict=True)))
 def test_winograd_between_narrow_tensors_equals_the_reference(name, outputs):
     operator = NARROW[name]
     space = template_for(operator, COOPERLAKE).space(operator, COOPERLAKE)
@@ -165,7 +152,7 @@ def assembly(operator, emulated, **knobs):
     return compile_function(own.build(operator, config, COOPERLAKE), COOPERLAKE, emulated).mod.inspect_source("asm")
 
 
-@pytest.mark.parametrize("name", ["1x1", "3x3, stride 2", "first layer, 3 channels", "dense", "inverted residual"])
+@pytest.mark.parametrize("name", ["1x1", "first layer, 3 channels", "dense"])
 def test_instructions_are_the_cpus_and_stand_in_the_loop(name):
     native, emulated = (assembly(NARROW[name], each) for each in (False, True))
     assert "vdpbf16ps" in native and re.search("vcvtne(2ps|ps)2bf16", native)
@@ -239,16 +226,6 @@ def test_the_workload_of_a_record_computes_the_same(name):
     np.testing.assert_allclose(actual, expected, rtol=2 * tolerance(operator), atol=2 * tolerance(operator))
 
 
-def test_records_of_one_dtype_never_serve_another(tmp_path):
-    wide, narrow = AWKWARD["1x1"], NARROW["1x1"]
-    with RecordStore(tmp_path, CPU) as store:
-        store.add(wide, {"knob": 1}, 1e-6)
-        assert store.best(narrow) is None
-        store.add(narrow, {"knob": 2}, 5e-7)
-    again = RecordStore(tmp_path, CPU)
-    assert again.best(wide).config == {"knob": 1} and again.best(narrow).config == {"knob": 2}
-
-
 VALUES = np.concatenate([np.linspace(-12, 12, 4000), [-100, -88, -40, 40, 88, 100], np.zeros(10)]).astype(np.float32)
 EXACT = {
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
@@ -258,6 +235,7 @@ EXACT = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
     "tanh": np.tanh,
+    "softplus": lambda x: np.log1p(np.exp(x)),
     "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
 }
 
@@ -286,27 +264,3 @@ def test_activations_are_as_exact_as_what_is_rounded_to_bfloat16(activation, emu
         exact = EXACT[activation](VALUES.astype(np.float64))
     error = np.abs(result.numpy().reshape(-1) - exact) / (np.abs(exact) + 0.02)
     assert np.isfinite(result.numpy()).all() and error.max() < (0.25 if activation == "gelu" else 0.06) * 2.0**-9
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_layer_stores_the_nearest_value_but_for_few(activation):
-    """Of its activation computed exactly: what is nearer than a twentieth to half-way may be taken the other way."""
-    operator = stored_as(
-        Conv2d(1, 32, 14, 14, 64, (1, 1), epilogue=Epilogue(bias=True, activation=activation)), "bfloat16"
-    )
-    template = template_for(operator, COOPERLAKE)
-    case = make_case(operator, template, COOPERLAKE, copies=1)
-    compile_kernel(template.build(operator, template.space(operator, COOPERLAKE)[0], COOPERLAKE), CPU, not NATIVE)(
-        *case.rotation[0]
-    )
-    case.verify()
-    actual = unblock(case.output.array.astype(np.float32), 64)
-    assert (actual == rounded_to(case.expected, "bfloat16")).mean() > 0.9
-
-
-def test_weights_of_a_step_lie_output_by_output():
-    """Three inputs, two outputs: pairs (0, 1) and (2, nothing) of each output."""
-    weight = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
-    packed = BFLOAT16.pack_steps(weight)
-    assert packed.dtype == ml_dtypes.bfloat16
-    assert packed.astype(int).tolist() == [[1, 3, 2, 4], [5, 0, 6, 0]]

@@ -17,7 +17,7 @@ from costmodel.cpu.core_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
-from schedules.kernels.fused.conv_pair import ConvPair, ConvPairKnobs, has_winograd
+from schedules.kernels.fused.conv_pair import ConvPair, ConvPairKnobs
 from schedules.kernels.template_table import template_for
 from schedules.loops.kernel_inputs import RowWindow
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("operator", "template"), one_in(3, CASES.values()), ids=CASES.keys())
+@pytest.mark.parametrize(("operator", "template"), one_in(5, CASES.values()), ids=CASES.keys())
 def test_kernel_equals_pytorch(operator, template):
     """The most tasks and rows of a step in the space; of direct sums also what is best on a single thread."""
     config = max(template.space(operator, CPU), key=lambda each: (each["row_tasks"], each["rows"]))
@@ -86,16 +86,6 @@ def test_kernel_equals_pytorch(operator, template):
     check(operator, config)
     if not template.outputs:
         check(operator, template.space(operator, ONE_THREAD)[0], ONE_THREAD)
-
-
-def test_every_algorithm_has_cases():
-    """Winograd's in either layer, in both, and in front of each kind of last layer; never at stride 2 or as 1x1."""
-    fast = {(operator.kind, tuple(has_winograd(conv, 4, CPU.lanes) for conv in operator.convs))
-            for operator, template in CASES.values() if template.outputs == 4}  # fmt: skip
-    assert {("conv-conv", (True, True)), ("conv-conv", (False, True)), ("conv-conv", (True, False))} <= fast
-    assert {("conv-pointwise", (True, False)), ("pointwise-conv", (False, True))} <= fast
-    assert ("conv-depthwise", (True, False)) in fast
-    assert ConvPair("conv-conv", 4).covers(PAIRS["plain 3x3 stride 2, 3x3 stride 2"], CPU) is False
 
 
 @pytest.mark.parametrize("operator", PAIRS.values(), ids=PAIRS.keys())
@@ -106,7 +96,7 @@ def test_reference_equals_pytorch(operator):
     )
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     channels=st.sampled_from([3, 17, 24]),
     middle=st.sampled_from([5, 16, 40]),
@@ -128,7 +118,7 @@ def test_any_rows_and_tasks(channels, middle, height, width, kernels, strides, r
     check(operator, ConvPairKnobs(1, columns[0], 2, columns[1], 2, rows, tasks).config)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kernels=st.sampled_from([(3, 1), (1, 3), (3, 3)]),
     channels=st.sampled_from([17, 24]),
@@ -160,7 +150,7 @@ def test_a_step_in_blocks_of_tiles_that_overlap():
 def test_avx2_sized_kernels():
     if CPU.lanes < 8:
         pytest.skip("needs AVX2")
-    for operator, template in list(CASES.values())[::9]:
+    for operator, template in list(CASES.values())[::17]:
         if template.covers(operator, AVX2):
             check(operator, template.space(operator, AVX2)[0], AVX2)
 

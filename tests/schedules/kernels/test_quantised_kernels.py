@@ -14,10 +14,7 @@ pytest.importorskip("tvm")
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget, host_target
 from schedules.contract.kernel_compilation import compile_function, compile_kernel
-from schedules.contract.template import Parameters, QuantisedAddition, Requantisation
 from schedules.kernels.template_table import template_for
-from schedules.loops.emit import Axis
-from schedules.loops.requantised_sums import EdgeClasses, pack_requantisation
 from schedules.measuring.kernel_verification import WrongValues, make_case
 
 HOST = host_target(2)
@@ -112,7 +109,7 @@ def checked(operator, config=None):
     return case, run
 
 
-@pytest.mark.parametrize("name", one_in(2, OPERATORS))
+@pytest.mark.parametrize("name", one_in(3, OPERATORS))
 def test_every_byte(name):
     checked(OPERATORS[name])
 
@@ -175,43 +172,6 @@ def test_a_wrong_constant_is_found(change):
     run(*arguments, output)
     with pytest.raises(WrongValues):
         case.verify()
-
-
-def test_outputs_near_the_padding_are_classes_of_their_own():
-    """A window of 3 on 6 values, one of padding on either side: first, middle, last."""
-    classes = EdgeClasses(Axis(size=6, kernel=3, stride=1, before=1), outputs=6)
-    assert classes.members == [0, 1, 5]
-    assert [classes.of(output) for output in range(6)] == [0, 1, 1, 1, 1, 2]
-    strided = EdgeClasses(Axis(size=6, kernel=3, stride=2, before=1), outputs=3)
-    assert ([strided.of(output) for output in range(3)], strided.members) == ([0, 1, 1], [0, 1])
-    without = EdgeClasses(Axis(size=6, kernel=1, stride=1, before=0), outputs=6)
-    assert ([without.of(output) for output in range(6)], without.members) == ([0] * 6, [0])
-    tiny = EdgeClasses(Axis(size=2, kernel=5, stride=1, before=2), outputs=2)
-    assert ([tiny.of(output) for output in range(2)], tiny.members) == ([0, 1], [0, 1])
-
-
-def test_the_bias_lacks_the_weights_that_lie_in_the_padding():
-    """Zero point 10, all nine weights 1: a corner sees four of them, an edge six, the middle nine."""
-    layer = Conv2d(1, 1, 5, 5, 1, (3, 3), padding=(1, 1, 1, 1), epilogue=BIAS, dtype="int8")
-    weight = np.ones((1, 1, 3, 3), np.int8)
-    parameters = Parameters(weight, np.array([1000]), requantisation=Requantisation(np.ones(1, np.float32), 10))
-    packed = pack_requantisation(layer, parameters, 16)
-    found = packed.view(np.int32)[2:, 0].reshape(3, 3)
-    np.testing.assert_array_equal(1000 - found, [[40, 60, 40], [60, 90, 60], [40, 60, 40]])
-
-
-def test_shared_constants_are_relative_to_the_zero_point():
-    addition = QuantisedAddition(low=5, high=200, zero=100, own_ratio=0.5, residual_ratio=0.25, fixed=-3.0, offset=30)
-    layer = Dense(1, 4, 1, RESIDUAL, dtype="int8")
-    parameters = Parameters(
-        np.zeros((1, 4), np.int8), requantisation=Requantisation(np.ones(1, np.float32), 0, 7, 250, 30, addition)
-    )
-    shared = pack_requantisation(layer, parameters, 16)[0]
-    low, high, zero, floor, fixed, offset, own_low, own_high, own_zero, own_first, own_last, ratio = range(12)
-    assert shared[[low, high, own_low, own_high]].tolist() == [-23, 220, -95, 100]
-    assert shared.view(np.int32)[[zero, own_zero]].tolist() == [30, 70]
-    assert shared.view(np.uint8).reshape(-1, 4)[floor].tolist() == [7] * 4
-    assert shared[[own_first, own_last]].sum() == 0.5 and shared[[ratio, fixed, offset]].tolist() == [0.25, -3.0, 30.0]
 
 
 def test_no_kernel_without_the_instruction():

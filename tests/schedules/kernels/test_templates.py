@@ -19,7 +19,7 @@ pytest.importorskip("tvm")
 from costmodel.operators.layers import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
-from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
+from schedules.kernels.template_table import TEMPLATES, template_for
 from schedules.loops.config_space import task_splits
 from tests.schedules.awkward_operators import AWKWARD, RELU6, expanded, inverted, separable, stem
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
@@ -42,7 +42,7 @@ def check(operator, config=None, cpu=CPU, seed=0):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("operator", one_in(2, AWKWARD.values()), ids=AWKWARD.keys())
+@pytest.mark.parametrize("operator", one_in(3, AWKWARD.values()), ids=AWKWARD.keys())
 def test_kernel_equals_pytorch(operator, seed):
     check(operator, seed=seed)
 
@@ -71,7 +71,8 @@ def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("activation", "residual"),
     [
-        *((activation, None) for activation in (None, *ACTIVATIONS)),
+        *((activation, None) for activation in (None, *ACTIVATIONS) if activation != "softplus"),
+        pytest.param("softplus", None, marks=pytest.mark.thorough),  # takes TVM 20 s to simplify
         *itertools.product((None, "relu", "hard_swish"), ("before_activation", "after_activation")),
     ],
 )
@@ -185,16 +186,12 @@ def test_every_space_stands_in_the_order_of_its_cost():
         best: dict[str, float] = {}
         for config, cost in zip(template.space(operator, CPU), costs, strict=True):
             assert cost <= 2 * best.setdefault(template.for_config(config).family, cost), (operator, config)
-        assert costs == [config_cost(operator, config, CPU) for config in template.space(operator, CPU)]
         seen.add(template.family)
     assert seen == {template.family for template in TEMPLATES}
 
 
-def test_what_no_template_covers_has_no_cost():
-    double = replace(Dense(1, 8, 8), dtype="float64")
-    assert template_for(double, CPU) is None
-    with pytest.raises(ValueError, match="no template covers"):
-        config_cost(double, {}, CPU)
+def test_no_template_covers_doubles():
+    assert template_for(replace(Dense(1, 8, 8), dtype="float64"), CPU) is None
 
 
 AVX512 = CpuTarget(16, 32, "skylake-avx512", (), 2, 32 * 1024, 1024 * 1024)

@@ -20,7 +20,7 @@ pytest.importorskip("tvm")
 from costmodel.operators.layers import Dense, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget, flags_of_mcpu, host_target, target_with, tiles_refused
 from schedules.contract.kernel_compilation import compile_function, compile_kernel
-from schedules.contract.tile_operations import TILE_BLOCKS, TileNumbers, configuration
+from schedules.contract.tile_operations import TILE_BLOCKS, TileNumbers, tile_configuration
 from schedules.kernels.pointwise_kernel import TilePointwiseKnobs
 from schedules.kernels.template_table import template_for
 from schedules.loops.tile_products import tile_shapes
@@ -87,7 +87,7 @@ def run(operator, template, config, change=lambda case: None):
     case.verify()
 
 
-@pytest.mark.parametrize(("dtype", "name"), one_in(3, itertools.product(("bfloat16", "int8"), LAYERS)))
+@pytest.mark.parametrize(("dtype", "name"), one_in(4, itertools.product(("bfloat16", "int8"), LAYERS)))
 def test_kernel_equals_the_reference(name, dtype):
     operator = stored_as(LAYERS[name], dtype) if dtype == "bfloat16" else replace(LAYERS[name], dtype="int8")
     if dtype == "int8" and operator.epilogue.activation is not None:
@@ -172,8 +172,10 @@ def assembly(operator, emulated=False, **knobs):
     return compile_function(function, SAPPHIRE_RAPIDS, emulated).mod.inspect_source("asm")
 
 
-@pytest.mark.parametrize("name", ["1x1", "3x3", "dense"])
-@pytest.mark.parametrize(("dtype", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbusd")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction"),
+    [("1x1", "bfloat16", "tdpbf16ps"), ("3x3", "int8", "tdpbusd"), ("dense", "bfloat16", "tdpbf16ps")],
+)
 def test_instructions_are_the_cpus(name, dtype, instruction):
     operator = replace(LAYERS[name], dtype=dtype)
     native = assembly(operator)
@@ -207,13 +209,13 @@ def test_tiles_of_a_block_are_eight_at_most_and_none_is_two_things(shape):
 
 def test_configuration_is_the_cpus_structure():
     """Palette 1; bytes of a row as 16-bit numbers from byte 16 on, rows from byte 48 on (Intel's manual)."""
-    raw = np.array(configuration(TileNumbers(2, 2), rows=13, depth_bytes=32), np.uint32).view(np.uint8)
+    raw = np.array(tile_configuration(TileNumbers(2, 2), rows=13, depth_bytes=32), np.uint32).view(np.uint8)
     assert raw[0] == 1 and not raw[1:16].any()
     assert raw[16:48].view(np.uint16).tolist() == [64, 64, 64, 64, 32, 32, 64, 64] + [0] * 8
     assert raw[48:].tolist() == [13, 13, 13, 13, 13, 13, 8, 8] + [0] * 8
     for rows, depth_bytes in ((17, 64), (0, 64), (16, 68), (16, 30)):
         with pytest.raises(ValueError, match="16 rows of 64 bytes"):
-            configuration(TileNumbers(1, 1), rows, depth_bytes)
+            tile_configuration(TileNumbers(1, 1), rows, depth_bytes)
 
 
 def test_shapes_stay_within_rows():

@@ -15,7 +15,7 @@ from costmodel.machines.machine_file import load_machine, write_machine
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import TEMPLATE_REVISION
-from schedules.kernels.template_table import config_cost, config_terms, template_for
+from schedules.kernels.template_table import config_terms, template_for
 from schedules.tuning.kernel_ranking import (
     KernelGuesses,
     empty_ranking,
@@ -53,7 +53,7 @@ LAYERS = {
 
 def true_seconds(operator, config, cpu) -> float:
     """A made-up CPU on which the analytic cost holds but that unrolling doubles a kernel's speed each time."""
-    return 1e-9 * config_cost(operator, config, cpu) / config["unroll"]
+    return 1e-9 * template_for(operator, cpu).cost(operator, config, cpu) / config["unroll"]
 
 
 def kernel(operator, network: str, threads: int = 2, count: int = 24, base: CpuTarget = CPU) -> KernelRecords:
@@ -71,12 +71,13 @@ def content(networks: str = "abc", threads=(1, 2)) -> CpuRecords:
 
 def test_terms_say_what_a_cost_is_made_of():
     operator = LAYERS["b"][0]
-    space = template_for(operator, CPU).space(operator, CPU)[:40]
+    template = template_for(operator, CPU)
+    space = template.space(operator, CPU)[:40]
     terms = config_terms(operator, space, CPU)
     assert terms.shape == (40, 8) and np.isfinite(terms).all()
-    assert terms[:, 0].tolist() == [config_cost(operator, config, CPU) for config in space]
+    assert terms[:, 0].tolist() == [template.cost(operator, config, CPU) for config in space]
     endless = replace(CPU, l1_bytes=1 << 50, l2_bytes=1 << 50)
-    assert terms[3, 1] == pytest.approx(np.log(terms[3, 0] / config_cost(operator, space[3], endless)))
+    assert terms[3, 1] == pytest.approx(np.log(terms[3, 0] / template.cost(operator, space[3], endless)))
     assert (terms[:, 1] >= terms[:, 2]).all() and (terms[:, 2] >= 0).all()  # less traffic, less cost
     assert (terms[:, 3] <= 0).all() and set(terms[:, 4]) == {2.0}
     assert (terms[:, 5:].sum(axis=1) == 1).all()

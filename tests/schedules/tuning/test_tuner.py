@@ -332,7 +332,7 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
             return list(range(len(configs)))
 
     operator = Dense(2, 32, 12)
-    space = [{"fault": 0, "split": split} for split in (1, 2, 3, 4, 6, 12)]
+    space = [{"fault": 0, "split": split} for split in (1, 2, 3, 4)]
 
     class WithFaults(FakeTemplate):
         def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
@@ -342,9 +342,9 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
         patch.syspath_prepend(str(Path(__file__).parents[1]))
         with Saboteur(CPU, templates="fake_templates:template_for") as runner, RecordStore(tmp_path, CPU) as store:
             tuner = Tuner(store, CPU, ByOrder(), runner, templates=lambda op, cpu: WithFaults())
-            result = tuner.tune([TuningTask(operator, 6)])
-    assert (result.trials, result.failures) == (6, 3)
-    assert [failure.error for failure in store.failures(operator)] == ["crash"] * 3
+            result = tuner.tune([TuningTask(operator, 4)])
+    assert (result.trials, result.failures) == (4, 2)
+    assert [failure.error for failure in store.failures(operator)] == ["crash"] * 2
     assert 1e-8 < result.best[operator].seconds < 1e-3
 
 

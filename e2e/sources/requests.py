@@ -7,61 +7,165 @@
 | my trace | :class:`Trace`, :class:`Recording` |
 | my tables | :class:`ShardedTables` |
 
-:func:`request_of` chooses the class for a user's options, and refuses options that the class does not have. Shared
-parts are in :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (the hardware). Command
-lines import this module at their start: it loads no library.
+:class:`Request` is their base, :func:`source` registers one, :func:`request_of` chooses the class for a user's options
+and refuses options that the class does not have. Options that several requests have are records of their own
+(:mod:`e2e.step.options`). Command lines import this module at their start: it loads no library.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.parallelism.spec import ParallelSpec, keys_of, parse_parallel, text_of
-from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, recipe_of
-from e2e.sources.request import GPU_HELP, GPUS_HELP, SOURCES, Cluster, Gpu, Host, Nodes, Request, source
-from e2e.step.option_fields import OptionField, option, options_of
+from e2e.sources.recipes import DEFAULT_RECIPE, NUMBER_TYPES, PACKED_ATTENTION, TrainingRecipe, training_recipe
+from e2e.step.option_fields import OptionField, Options, option, options_of
 from e2e.step.options import (
+    GPU_HELP,
+    GPUS_HELP,
     MODEL_PANEL,
-    AloneOnGpu,
+    STEP_PANEL,
     AttentionForm,
-    Captured,
-    Computed,
+    CaptureOptions,
+    ClusterOptions,
+    ComputeOptions,
     Dtype,
-    LinearAttention,
-    Routed,
-    Stack,
+    GpuOptions,
+    HostOptions,
+    LinearAttentionOptions,
+    NodesOptions,
+    OperatorOptions,
+    SingleGpuOptions,
+    StackOptions,
     StepFunction,
     script_name,
 )
-from e2e.whatif.questions import BatchChange, BucketChange, OtherHost
+from e2e.whatif.questions import BatchChange, BucketChange, OtherHost, WhatIf, parse_what_if
 
 if TYPE_CHECKING:
     from costmodel.machines.machine_records import Machine
+    from e2e.sources.prepared_step import PreparedStep
     from e2e.whatif.questions import Change
 
-
+SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My program or script", "My trace", "My tables"
+ANSWER_PANEL = "The answer"
 TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
-SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
+
+
+def _questions(value: str | WhatIf | Sequence[str | WhatIf]) -> tuple[WhatIf, ...]:
+    each = [value] if isinstance(value, str | WhatIf) else value
+    return tuple(parse_what_if(text) if isinstance(text, str) else text for text in each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Options):
+    """Base of all requests. A source is a class derived from it, registered by :func:`source`."""
+
+    panel = ANSWER_PANEL
+
+    # Title for messages: the kind of step.
+    title: ClassVar[str]
+    # Sets of options; any complete set selects this source.
+    chosen_by: ClassVar[tuple[tuple[str, ...], ...]]
+    # Function that prepares the step, as MODULE:FUNCTION: it is loaded on first use, as it may need PyTorch.
+    prepared_by: ClassVar[str]
+    # Reason in the error for an option that it lacks; empty: the error lists the sources that have the option.
+    reason: ClassVar[str] = ""
+    # True if the step is recorded, so its operators are fixed.
+    recorded: ClassVar[bool] = False
+    # True if single operators are known, so that some of them can be changed.
+    single_operators: ClassVar[bool] = True
+
+    what_if: tuple[WhatIf, ...] = option(
+        "Ask about the step with a change: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, "
+        "batch-embeddings, fuse:REGEX; several at once with +. Repeatable: each alone, and all together.",
+        default=(),
+        several=True,
+        read=_questions,
+        write=lambda questions: " ".join(each.text for each in questions),
+    )
+    cuda_graph: bool = option("Replay the step as one CUDA graph.", default=False, default_text="no", panel=STEP_PANEL)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+
+    @classmethod
+    def is_selected(cls, given: Mapping[str, object]) -> bool:
+        """True if the options ``given`` select this source."""
+        return any(set(options) <= set(given) for options in cls.chosen_by)
+
+    @classmethod
+    def with_article(cls) -> str:
+        """Return the title with an indefinite article."""
+        return f"{'an' if cls.title[0] in 'aeiou' else 'a'} {cls.title}"
+
+    def check(self) -> None:
+        """Raise ``InputError`` for options that cannot be combined."""
+
+    def with_defaults(self) -> Self:
+        """Return the request with its open options filled in by the step's recipe."""
+        return self
+
+    def default_texts(self, asked: Self) -> dict[str, str]:
+        """Describe, by option, the values that :meth:`with_defaults` has set in ``asked``."""
+        return {}
+
+    def meaning_texts(self, asked: Self) -> dict[str, str]:
+        """Describe, by option, values of ``asked`` whose meaning in this settled request differs from their text."""
+        return {}
+
+    def prepare(self) -> PreparedStep:
+        """Return the step, ready to be priced."""
+        found: PreparedStep = resolve_name(self.prepared_by)(self)
+        return found
+
+    def request_with(self, change: Change) -> Self | None:
+        """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
+        return None
+
+
+# Registered sources; if the given options select several, the last one is used.
+SOURCES: list[type[Request]] = []
+R = TypeVar("R", bound=type[Request])
+
+
+def source(title: str, *chosen_by: str, prepared_by: str = "") -> Callable[[R], R]:
+    """Decorate a request class to register it as a source.
+
+    ``title``: for messages; ``chosen_by``: texts of field names separated by spaces; the options select this class if
+    all fields of one text are given, unless a class registered later is selected too; ``prepared_by``: MODULE:FUNCTION
+    that prepares its step, for a class without its own ``prepare``.
+    """
+
+    def register(record: R) -> R:
+        record.title = title
+        record.chosen_by = tuple(tuple(each.split()) for each in chosen_by)
+        record.prepared_by = prepared_by
+        SOURCES.append(record)
+        return record
+
+    return register
 
 
 # --- my model on N GPUs ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Modelled(Request, Host, Stack, Captured, Gpu):
+class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
     """Request for a model that is built here."""
 
     panel = MODEL_PANEL
 
     model: str | None = option(
-        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); the error of an "
-        "unknown name lists them, and so does docs/models.md.",
+        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); docs/models.md "
+        "lists all.",
         default=None,
         source=True,
         kw_only=False,
@@ -101,20 +205,20 @@ class _Modelled(Request, Host, Stack, Captured, Gpu):
 
         return self.model_config is not None or self.model in PRESETS or Path(self.model or "").suffix == ".json"
 
-    def settled(self) -> Self:
+    def with_defaults(self) -> Self:
         """Return the request with the recipe's values for all options that were not given.
 
         Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the
         mode.
         """
-        from e2e.sources.step_setting import gpu_machine
+        from costmodel.machines.cluster import load_gpu
 
-        recipe = recipe_of(self.recipe)
+        recipe = training_recipe(self.recipe)
         if not self.has_sequences:
             return self
         if recipe.serves and self.mode != "inference":
             raise InputError(f"--recipe {self.recipe}: is for inference; give --mode inference, or another recipe")
-        machine = gpu_machine(self.gpu)
+        machine = load_gpu(self.gpu)
         dtype = self.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
         attention = self.attention or self._attention(recipe, machine)
         return replace(self, dtype=dtype, attention=attention, stack=self.stack or recipe.stack)
@@ -136,14 +240,14 @@ class _Modelled(Request, Host, Stack, Captured, Gpu):
             return {}
         kept = "FP32 master weights and states" if masters else "no FP32 master weights"
         forward = self.mode != "train"
-        recipe = f"{DEFAULT_RECIPE} ({recipe_of(asked.recipe).about}{'' if forward else ' and AdamW'})"
+        recipe = f"{DEFAULT_RECIPE} ({training_recipe(asked.recipe).about}{'' if forward else ' and AdamW'})"
         dtype = f"{self.dtype}" + ("" if forward or self.dtype not in NUMBER_TYPES else f" ({kept})")
         return {"--recipe": recipe, "--dtype": dtype} | ({} if self.stack is None else {"--stack": self.stack})
 
 
 @source("model on one GPU", "model", "model_config", prepared_by="e2e.sources.built_in_model:prepare_single")
 @dataclass(frozen=True, kw_only=True)
-class Model(LinearAttention, AloneOnGpu, _Modelled):
+class Model(LinearAttentionOptions, SingleGpuOptions, _Modelled):
     """Request for a built-in model or a Hugging Face configuration on one GPU."""
 
     panel = MODEL_PANEL
@@ -156,23 +260,23 @@ class Model(LinearAttention, AloneOnGpu, _Modelled):
         if self.cache_length is not None and self.mode != "inference":
             raise InputError("--cache-length decodes: give --mode inference")
 
-    def settled(self) -> Self:
-        found = super().settled()
+    def with_defaults(self) -> Self:
+        found = super().with_defaults()
         if found is self:
             return self
         trains = self.mode == "train" and found.dtype in NUMBER_TYPES
-        return replace(found, master_weights=trains and recipe_of(self.recipe).master_weights)
+        return replace(found, master_weights=trains and training_recipe(self.recipe).master_weights)
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
+    def default_texts(self, asked: Self) -> dict[str, str]:
         return self._recipe_texts(asked, self.master_weights)
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
 
 
 @source("model spread over GPUs", "parallel", prepared_by="e2e.sources.built_in_model:prepare_spread")
 @dataclass(frozen=True, kw_only=True)
-class SpreadModel(_Modelled, Cluster):
+class SpreadModel(_Modelled, ClusterOptions):
     """Request for a transformer spread over GPUs.
 
     Without ``parallel`` the fastest of several predicted ways is used.
@@ -182,15 +286,16 @@ class SpreadModel(_Modelled, Cluster):
     single_operators = False
 
     parallel: ParallelSpec | None = option(
-        "How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ...",
+        "How the model is spread over GPUs, such as dp=8, fsdp=8 or tp=4,pp=2,micro-batches=8; "
+        "docs/parallel.md has all keys.",
         default=None,
         write=text_of,
     )
 
     @classmethod
-    def is_meant(cls, given: Mapping[str, Any]) -> bool:
+    def is_selected(cls, given: Mapping[str, Any]) -> bool:
         several = given.get("gpus", 1) > 1 or given.get("nodes", 1) > 1
-        return super().is_meant(given) or (several and bool({"model", "model_config"} & set(given)))
+        return super().is_selected(given) or (several and bool({"model", "model_config"} & set(given)))
 
     def __post_init__(self) -> None:
         if isinstance(self.parallel, str):
@@ -206,17 +311,17 @@ class SpreadModel(_Modelled, Cluster):
         if self.attention == "mla":
             raise InputError("--attention mla decodes on one GPU yet; name another kernel")
 
-    def settled(self) -> Self:
-        found = super().settled()
+    def with_defaults(self) -> Self:
+        found = super().with_defaults()
         if found is self or found.parallel is None:
             return found
         masters, inference = found.dtype in NUMBER_TYPES, self.mode == "inference"
-        spec = recipe_of(self.recipe).spread(
+        spec = training_recipe(self.recipe).spread(
             found.parallel, masters=masters, inference=inference, length=self.sequence_length
         )
         return replace(found, parallel=spec)
 
-    def settled_texts(self, asked: Self) -> dict[str, str]:
+    def default_texts(self, asked: Self) -> dict[str, str]:
         spec = self.parallel
         found = self._recipe_texts(asked, spec is not None and bool(spec.master_weights))
         if not found or spec is None or asked.parallel is None:
@@ -225,13 +330,13 @@ class SpreadModel(_Modelled, Cluster):
         more = {key: value for key, value in keys_of(spec).items() if key not in given and value not in ("no", "same")}
         return found | {"--parallel": ",".join(f"{key}={value}" for key, value in more.items())}
 
-    def meant_texts(self, asked: Self) -> dict[str, str]:
+    def meaning_texts(self, asked: Self) -> dict[str, str]:
         given, spec = asked.parallel, self.parallel
         if given is None or spec is None or given.recompute == spec.recompute:
             return {}
         return {"--parallel": f"{text_of(given)} ({asked.recipe}'s {given.recompute}: recompute={spec.recompute} here)"}
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         if isinstance(change, BatchChange):
             return replace(self, batch_size=change.samples)
         if isinstance(change, OtherHost):
@@ -245,13 +350,13 @@ class SpreadModel(_Modelled, Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scripted(Request, Host, LinearAttention, Captured):
+class _Scripted(Request, HostOptions, LinearAttentionOptions, CaptureOptions):
     """Request for a user's own step, run without a GPU."""
 
     panel = SCRIPT_PANEL
 
     script: StepFunction = option(
-        "FILE.py:FUNCTION that returns (module, step).",
+        "Function of a script that returns (module, step): FILE.py:FUNCTION.",
         source=True,
         write=script_name,
         kw_only=False,
@@ -263,7 +368,7 @@ class _Scripted(Request, Host, LinearAttention, Captured):
                 "--attention mla and flash3-fp8 are for --model and --model-config; a script calls its own kernels"
             )
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         from e2e.capture.script import taken_names
 
         if isinstance(change, BatchChange) and "batch_size" in taken_names(self.script, ["batch_size"]):
@@ -273,7 +378,7 @@ class _Scripted(Request, Host, LinearAttention, Captured):
 
 @source("script on one GPU", "script", prepared_by="e2e.sources.user_script:prepare")
 @dataclass(frozen=True, kw_only=True)
-class Script(_Scripted, Gpu):
+class Script(_Scripted, GpuOptions):
     """Request for a script's step on one GPU."""
 
     reason = "a script says itself what it runs"
@@ -292,7 +397,7 @@ def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
 
 @source("script on several GPUs", "script gpus", prepared_by="e2e.sources.user_script:prepare_ranks")
 @dataclass(frozen=True, kw_only=True)
-class ScriptJob(_Scripted, Cluster):
+class ScriptJob(_Scripted, ClusterOptions):
     """Request for a script's step of several processes: DDP, FSDP2, tensor parallel ..."""
 
     panel = SCRIPT_PANEL
@@ -300,20 +405,22 @@ class ScriptJob(_Scripted, Cluster):
 
     gpus: int = option(GPUS_HELP, least=1)
     ranks: tuple[int, ...] = option(
-        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
+        "Ranks to capture, such as 0,7, where ranks differ in a way that a capture does not see.",
+        default=(),
+        read=parse_ranks,
     )
     # MiB of a gradient bucket, if a what-if question changes the script's own.
     bucket_mb: float | None = None
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         if isinstance(change, BucketChange):
             return replace(self, bucket_mb=change.mebibytes)
-        return super().captured_anew(change)
+        return super().request_with(change)
 
 
 @source("program", "command", prepared_by="e2e.sources.user_program:prepare")
 @dataclass(frozen=True, kw_only=True)
-class Program(Request, Host, Routed, Cluster):
+class Program(Request, HostOptions, OperatorOptions, ClusterOptions):
     """Request for a step of the user's program, run as it is."""
 
     panel = SCRIPT_PANEL
@@ -321,15 +428,15 @@ class Program(Request, Host, Routed, Cluster):
     buckets = True
 
     command: tuple[str, ...] = option(
-        "Command that starts the program; on a command line its words follow --, at the end.",
+        "Program to run as it is: put its command at the end of the line, after --.",
         several=True,
         source=True,
         kw_only=False,
     )
     data: Literal["real", "synthetic"] = option(
-        "synthetic: data of the program that are not there are made up.", default="real", default_text="real"
+        "synthetic: make up data of the program that are missing here.", default="real", default_text="real"
     )
-    folder: Path | None = option("Folder in which the command is started; default: this one.", default=None)
+    folder: Path | None = option("Folder in which the program is started; default: this one.", default=None)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
@@ -354,7 +461,7 @@ class _Recorded(Request):
 
 @source("execution trace", "traces", prepared_by="e2e.sources.recorded_job:prepare_trace")
 @dataclass(frozen=True, kw_only=True)
-class Trace(_Recorded, Routed, Host, Cluster):
+class Trace(_Recorded, OperatorOptions, HostOptions, ClusterOptions):
     """Request from execution traces of one rank or of all ranks of a job: kernels and host times are predicted."""
 
     panel = TRACE_PANEL
@@ -381,22 +488,22 @@ class Trace(_Recorded, Routed, Host, Cluster):
 
 @source("recorded run", "kineto", prepared_by="e2e.sources.recorded_job:prepare_recording")
 @dataclass(frozen=True, kw_only=True)
-class Recording(_Recorded, Nodes):
+class Recording(_Recorded, NodesOptions):
     """Request from profiles of a run, with or without its execution traces: recorded kernel and host times are used."""
 
     panel = TRACE_PANEL
     reason = "a recorded run is as it was"
 
     kineto: tuple[str, ...] = option(
-        "Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
-        "kernels are used.",
+        "PyTorch profiles of a run, one per rank: several files or patterns. Its kernel and host times are "
+        "used; --trace of the same run may be added.",
         several=True,
         source=True,
         kw_only=False,
     )
     traces: tuple[str, ...] = option(TRACES_HELP, default=(), flag="--trace", several=True, source=True)
     gpu: str | None = option(GPU_HELP, default=None, read=os.fspath)
-    retarget: str | None = option("GPU (or cluster) to move a recorded run to.", default=None, read=os.fspath)
+    retarget: str | None = option("GPU or cluster to which the recorded run is moved.", default=None, read=os.fspath)
 
     def check(self) -> None:
         super().check()
@@ -411,15 +518,19 @@ class Recording(_Recorded, Nodes):
 
 @source("sharded DLRM", "sharding", "tables", prepared_by="e2e.sources.built_in_model:prepare_sharded")
 @dataclass(frozen=True, kw_only=True)
-class ShardedTables(Request, Host, Computed, Cluster):
+class ShardedTables(Request, HostOptions, ComputeOptions, ClusterOptions):
     """Request for a training step of DLRM with embedding tables sharded by a plan of ``python -m e2e shard``."""
 
     panel = TABLES_PANEL
     reason = "it is a training step of DLRM, spread as its plan says"
     single_operators = False
 
-    tables: Path = option("tables.yaml of --model dlrm.", flag="--config", kw_only=False)
-    sharding: Path = option("plan.json that places the tables of --config (`python -m e2e shard` makes one).")
+    tables: Path = option(
+        "File of the embedding tables and the dense part (tables.yaml), with --model dlrm.",
+        flag="--config",
+        kw_only=False,
+    )
+    sharding: Path = option("Placement of the tables of --config (plan.json of `python -m e2e shard`).")
     gpus: int = option(GPUS_HELP, least=1)
     model: str = option("dlrm, which it is.", default="dlrm", source=True)
 
@@ -427,8 +538,11 @@ class ShardedTables(Request, Host, Computed, Cluster):
         if self.model != "dlrm":
             raise InputError("--sharding and --config are for --model dlrm")
 
-    def captured_anew(self, change: Change) -> Self | None:
+    def request_with(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
+
+
+# --- the choice among the sources ----------------------------------------------------------------
 
 
 def all_options() -> dict[str, OptionField]:
@@ -446,9 +560,9 @@ def request_of(options: Mapping[str, Any]) -> Request:
     Raises ``InputError`` for an option that the selected source does not have, and for a missing one.
     """
     known = all_options()
-    read = {name: known[name].taken(value) for name, value in options.items()}
-    given = {name: value for name, value in read.items() if known[name].asks(value)}
-    record = chosen(given)
+    read = {name: known[name].convert(value) for name, value in options.items()}
+    given = {name: value for name, value in read.items() if known[name].is_given(value)}
+    record = choose_source(given)
     if record is None:
         raise InputError(f"{_one_of(known)} (--trace may go with --kineto)")
     own = options_of(record)
@@ -461,9 +575,9 @@ def request_of(options: Mapping[str, Any]) -> Request:
     return record(**{name: value for name, value in given.items() if name in own})
 
 
-def chosen(given: Mapping[str, Any]) -> type[Request] | None:
+def choose_source(given: Mapping[str, Any]) -> type[Request] | None:
     """Return the source selected by the options ``given``: the last registered one among the matches, or ``None``."""
-    found = [each for each in SOURCES if each.is_meant(given)]
+    found = [each for each in SOURCES if each.is_selected(given)]
     return found[-1] if found else None
 
 
@@ -481,12 +595,12 @@ def _refusal(record: type[Request], refused: OptionField, given: Collection[Opti
     if refused.words.source:
         saying = [each.flag for each in given if each.words.source or (each.name,) in record.chosen_by]
         return f"{_one_of(all_options())}, got {' and '.join(saying)}"
-    others = ", ".join(f"{each.title} ({spelled(each)})" for each in sources_with(refused.name))
+    others = ", ".join(f"{each.title} ({source_flags(each)})" for each in sources_with(refused.name))
     reason = f": {record.reason}" if record.reason else ""
     return f"{refused.flag} is no option of {record.with_article()}{reason}; leave it out (it is for: {others})"
 
 
-def spelled(record: type[Request]) -> str:
+def source_flags(record: type[Request]) -> str:
     """Format the options that select ``record``, as on a command line."""
     known = options_of(record)
     return " ".join(known[name].flag for name in record.chosen_by[0])

@@ -1,0 +1,64 @@
+"""Regions of a program that ``torch.compile`` compiles: functions and modules, each call of which is a region of its
+own, with its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CompiledRegions:
+    """Regions entered by a program. ``parts``: recorded call -> its region; other calls run eagerly."""
+
+    parts: dict[int, int] = field(default_factory=dict)
+    _depth: int = 0
+    _count: int = 0
+    # Autograd node -> region of its forward operator.
+    _of_node: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> bool:
+        """True in a compiled region."""
+        return self._depth > 0
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Context of a compiled call; calls inside it belong to the outermost one."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Begin a compiled call."""
+        self._count += not self._depth
+        self._depth += 1
+
+    def leave(self) -> None:
+        """End the compiled call that began last."""
+        self._depth -= 1
+
+    def note(self, call: int, in_backward: bool, node: int | None) -> None:
+        """Assign a recorded ``call``; ``node``: the number of the autograd node that runs it in a backward pass."""
+        self.parts.pop(call, None)
+        region = (None if node is None else self._of_node.get(node)) if in_backward else self._current
+        if region is not None:
+            self.parts[call] = region
+
+    def note_node(self, node: int) -> None:
+        """Assign the autograd node of a forward operator."""
+        if self._depth:
+            self._of_node[node] = self._count
+
+    def cut(self) -> dict[int, int]:
+        """Return the parts since the last cut."""
+        found, self.parts = self.parts, {}
+        return found
+
+    @property
+    def _current(self) -> int | None:
+        return self._count if self._depth else None

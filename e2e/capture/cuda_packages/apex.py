@@ -1,0 +1,274 @@
+"""Apex: fused norms and optimizers, ``amp``, data parallelism. Its optimizers keep their state in 32 bits and take a
+few kernels for all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from e2e.capture.cuda_packages.finder import refuse
+from e2e.capture.cuda_packages.kernels import norm
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Layer norm in one kernel."""
+
+    kind = "layer_norm"
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False,
+        **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Return the norm of the last dimensions."""
+        rows = input.flatten(-len(self.normalized_shape))
+        flat = [None if each is None else each.flatten() for each in (self.weight, self.bias)]
+        return norm(rows, self.kind, *flat).view_as(input)
+
+
+class FusedRMSNorm(FusedLayerNorm):
+    """RMS norm in one kernel."""
+
+    kind = "rms_norm"
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **named: Any) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.bias = None  # type: ignore[assignment]
+
+
+class _FusedOptimizer(torch.optim.Optimizer):
+    """Optimizer whose kernels run over all parameters of a type."""
+
+    # State of the size of a parameter.
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, or set them to zero."""
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
+        """Update the parameters."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            having = [each for each in group["params"] if each.grad is not None]
+            for dtype in dict.fromkeys(each.dtype for each in having):
+                chosen = [each for each in having if each.dtype is dtype]
+                for each in chosen:
+                    if not self.state[each]:
+                        self.state[each] = {name: torch.zeros_like(each, dtype=torch.float32) for name in self.names}
+                states = [[self.state[each][name] for each in chosen] for name in self.names]
+                self.update(group, chosen, [each.grad for each in chosen], states)
+        return loss
+
+    def update(self, group: Any, parameters: Any, gradients: Any, states: Any) -> None:
+        """Update the ``parameters`` of a group that have one type."""
+        raise NotImplementedError
+
+
+class FusedAdam(_FusedOptimizer):
+    """Adam in one kernel."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Any = (0.9, 0.999), eps: float = 1e-8,
+        adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+        capturable: bool = False, master_weights: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.master = master_weights
+
+    def update(self, group: Any, parameters: Any, gradients: Any, states: Any) -> None:
+        """Update in one kernel, 32-bit copies of 16-bit parameters with them."""
+        wide: list[list[torch.Tensor]] = []
+        if self.master and parameters[0].dtype is not torch.float32:
+            for each in parameters:
+                self.state[each].setdefault("master_param", torch.zeros_like(each, dtype=torch.float32))
+            wide = [[self.state[each]["master_param"] for each in parameters]]
+        others = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+        torch._fused_adamw_(
+            parameters, gradients, *states, *(wide or [[]]), [], **others, amsgrad=bool(wide), maximize=False
+        )
+
+
+class FusedSGD(_FusedOptimizer):
+    """Stochastic gradient descent in one kernel."""
+
+    names = ("momentum_buffer",)
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, *_: Any, **named: Any) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def update(self, group: Any, parameters: Any, gradients: Any, states: Any) -> None:
+        """Update in one kernel."""
+        torch._fused_sgd_(
+            parameters, gradients, states[0] if group["momentum"] else [], weight_decay=0.0,
+            momentum=group["momentum"], lr=1e-3, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+
+class FusedLAMB(_FusedOptimizer):
+    """LAMB: norms of the gradients, Adam's update, its norms and the parameters', the step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, *_: Any, **named: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, group: Any, parameters: Any, gradients: Any, states: Any) -> None:
+        """Update in two kernels besides the norms."""
+        torch._foreach_norm(gradients)
+        torch._fused_adamw_(
+            gradients, parameters, *states, [], [], lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch._foreach_norm(parameters)
+        torch._foreach_norm(gradients)
+        torch._foreach_add_(parameters, gradients, alpha=-1e-3)
+
+
+class FusedNovoGrad(FusedAdam):
+    """NovoGrad, which moves about what Adam does."""
+
+
+# --- amp -----------------------------------------------------------------------------------------------
+
+
+class _Amp:
+    """State of ``amp``: whether gradients are scaled."""
+
+    scaled = False
+
+
+def initialize(
+    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", *_: Any, **__: Any
+) -> Any:
+    """Set the precision of models: O1 casts by operator, O2 and O3 keep parameters in 16 bits."""
+    for model in models if isinstance(models, (list, tuple)) else [models]:
+        if not enabled or opt_level == "O0":
+            continue
+        _Amp.scaled = opt_level != "O3"
+        if opt_level == "O1":
+            model.forward = torch.autocast("cuda", dtype=torch.float16)(model.forward)
+        else:
+            _halve(model, opt_level)
+    if enabled and opt_level == "O2" and optimizers is not None:
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if isinstance(optimizer, FusedAdam):
+                optimizer.master = True
+    return models if optimizers is None else (models, optimizers)
+
+
+def _halve(model: nn.Module, level: str) -> None:
+    model.half()
+    for module in model.modules():
+        if level == "O2" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.float()
+    forward = model.forward
+
+    @wraps(forward)
+    def cast(*given: Any, **named: Any) -> Any:
+        def half(value: Any) -> Any:
+            wide = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+            return value.half() if wide else value
+
+        found = forward(*map(half, given), **{name: half(each) for name, each in named.items()})
+        return found.float() if isinstance(found, torch.Tensor) else found
+
+    model.forward = cast
+
+
+@contextmanager
+def scale_loss(loss: torch.Tensor, optimizers: Any, *_: Any, **__: Any) -> Iterator[torch.Tensor]:
+    """Context with the scaled loss; on exit the gradients are unscaled, and the host reads whether one overflowed."""
+    if not _Amp.scaled:
+        yield loss
+        return
+    yield loss.float() * 65536.0
+    gradients = [each.grad for each in master_params(optimizers) if each.grad is not None]
+    if gradients:
+        found, inverse = gradients[0].new_zeros(1, dtype=torch.float32), gradients[0].new_ones(1, dtype=torch.float32)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        found.item()
+
+
+def master_params(optimizers: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the parameters of optimizers."""
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+# --- parallel, lists of tensors ---------------------------------------------------------------------------
+
+
+def data_parallel(module: nn.Module, *_: Any, **__: Any) -> Any:
+    """Return PyTorch's data parallelism, which sums the same buckets of gradients."""
+    return nn.parallel.DistributedDataParallel(module, device_ids=[torch.cuda.current_device()])
+
+
+def multi_tensor_applier(kernel: Callable[..., Any], flag: Any, lists: Sequence[Any], *others: Any) -> Any:
+    """Call a kernel over lists of tensors."""
+    return kernel(2048 * 32, flag, lists, *others)
+
+
+def _norms(chunk: int, flag: Any, lists: Any, per_tensor: Any = False, *_: Any) -> Any:
+    found = torch._foreach_norm(lists[0])
+    return found[0].new_empty(1, dtype=torch.float32), torch.stack(found) if per_tensor else None
+
+
+def _scale(chunk: int, flag: Any, lists: Any, factor: Any, *_: Any) -> None:
+    if lists[0] is lists[1] or lists[0][0].data_ptr() == lists[1][0].data_ptr():
+        torch._foreach_mul_(lists[0], 1.0)
+    else:
+        torch._foreach_copy_(lists[1], lists[0])
+
+
+def _adam(chunk: int, flag: Any, lists: Any, *_: Any) -> None:
+    gradients, parameters, first, second, *_others = lists
+    torch._fused_adamw_(
+        parameters, gradients, first, second, [], [], lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+_NORMALIZATION = {
+    "FusedLayerNorm": FusedLayerNorm,
+    "FusedRMSNorm": FusedRMSNorm,
+    "MixedFusedLayerNorm": FusedLayerNorm,
+    "MixedFusedRMSNorm": FusedRMSNorm,
+}
+_OPTIMIZERS = {
+    each.__name__: each for each in (FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad)
+}  # fmt: skip
+_PARALLEL = {
+    "DistributedDataParallel": data_parallel,
+    "convert_syncbn_model": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "SyncBatchNorm": nn.SyncBatchNorm,
+    "LARC": lambda optimizer, *_, **__: refuse("apex.parallel.LARC"),
+}
+_AMP: dict[str, Any] = {
+    "initialize": initialize,
+    "scale_loss": scale_loss,
+    "master_params": master_params,
+    "state_dict": dict,
+    "load_state_dict": lambda *_: None,
+    "disable_casts": nullcontext,
+}
+
+MODULES: dict[str, dict[str, Any]] = {
+    "apex": {},
+    "apex.amp": _AMP,
+    "apex.normalization": _NORMALIZATION,
+    "apex.normalization.fused_layer_norm": _NORMALIZATION,
+    "apex.optimizers": _OPTIMIZERS,
+    "apex.parallel": _PARALLEL,
+    "apex.parallel.distributed": {"DistributedDataParallel": data_parallel},
+    "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+    "amp_C": {"multi_tensor_l2norm": _norms, "multi_tensor_scale": _scale, "multi_tensor_adam": _adam},
+}

@@ -1,0 +1,234 @@
+"""Imports of CUDA packages by a program: a finder that makes their stand-ins, and what is said about others.
+
+A stand-in precedes a package that is installed: without a GPU it cannot run. A package that is not installed is stood
+in for where the program itself imports it, not where a library merely looks whether it is there
+(:data:`ASKED_BY_LIBRARIES` are those that libraries import only if the program asked for them).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from costmodel.base.errors import ModelError
+from e2e.capture.script_lines import library_folder
+
+Note = Callable[[str], None]
+
+# Package -> the module here that stands in for it, and the version that it says it has.
+PACKAGES: dict[str, tuple[str, str]] = {
+    "flash_attn": ("flash_attention", "2.8.3"),
+    "flash_attn_interface": ("flash_attention", "3.0.0"),
+    "dropout_layer_norm": ("flash_attention", "2.8.3"),
+    "rotary_emb": ("flash_attention", "2.8.3"),
+    "xentropy_cuda_lib": ("flash_attention", "2.8.3"),
+    "xformers": ("xformers", "0.0.32"),
+    "apex": ("apex", "0.1"),
+    "amp_C": ("apex", "0.1"),
+    "transformer_engine": ("transformer_engine", "2.8.0"),
+    "mamba_ssm": ("state_spaces", "2.2.5"),
+    "causal_conv1d": ("state_spaces", "1.5.2"),
+    "grouped_gemm": ("grouped_products", "0.3.0"),
+    "bitsandbytes": ("bitsandbytes", "0.48.0"),
+    "kernels": ("kernels_hub", "0.10.0"),
+}
+# Those that run without CUDA where they are installed.
+_RUN_AS_INSTALLED = ("bitsandbytes", "kernels")
+ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "bitsandbytes", "kernels")
+# Libraries that import such packages to see whether they are there, and do without them if not.
+LOOK_BY_IMPORTING = ("megatron",)
+# Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
+INSTALLABLE = {
+    "liger_kernel": "liger-kernel",
+    "fla": "flash-linear-attention",
+    "torchao": "torchao",
+    "triton": "triton",
+    "cut_cross_entropy": "cut-cross-entropy",
+    "quack": "quack-kernels",
+}
+# Packages that are refused by name, with the reason.
+REFUSED = {
+    "unsloth": "it rewrites models for the GPU that it finds while it is imported; import the model from transformers "
+    "and peft instead (unsloth's kernels save memory more than time)",
+    "megablocks": "its block-sparse products have no measured kernels; call torch.nn.functional.grouped_mm instead",
+    "nvidia.dali": "it decodes data on the GPU; read the data through a DataLoader",
+    "cupy": "its kernels are compiled on the GPU; write them with torch",
+    "pycuda": "its kernels are compiled on the GPU; write them with torch",
+    "tensorrt": "it builds engines on the GPU; leave it out of the step",
+    "deep_ep": "its exchange of tokens has no model; use torch.distributed.all_to_all_single",
+    "deep_gemm": "its products are compiled on the GPU; call torch._scaled_mm, which has the same shapes",
+    "spconv": "its sparse convolutions depend on data that a capture does not have",
+    "torchsparse": "its sparse convolutions depend on data that a capture does not have",
+    "MinkowskiEngine": "its sparse convolutions depend on data that a capture does not have",
+}
+
+
+class _Unknown(type):
+    """Class of names that a stand-in does not have: they have any attribute, and are refused when they are used."""
+
+    @classmethod
+    @cache
+    def of(cls, path: str) -> _Unknown:
+        """Return the class called ``path``."""
+        return cls(path.rpartition(".")[2], (), {"__new__": lambda owner, *args, **kwargs: refuse(path), "path": path})
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unknown.of(f"{cls.path}.{name}")
+
+
+class _Package(ModuleType):
+    """Module of a stand-in. What it lacks is an ``ImportError`` for a program, as for another version of the package; a
+    library, which names much that it never uses, gets a class that is refused when it is used.
+    """
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self.__name__}.{name}"
+        if _is_known(path):
+            return import_module(path)
+        if name.startswith("__") or not _asking_library():
+            raise AttributeError(f"module {self.__name__!r} has no {name!r} in its stand-in")
+        return _Unknown.of(path)
+
+
+def modules_of(package: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return module -> its exports, of the stand-in for ``package``."""
+    every: dict[str, Mapping[str, Any]] = import_module(f"e2e.capture.cuda_packages.{PACKAGES[package][0]}").MODULES
+    return {name: exports for name, exports in every.items() if name.partition(".")[0] == package}
+
+
+def _is_known(name: str) -> bool:
+    """True for the name of a module of a stand-in."""
+    return any(f"{each}.".startswith(f"{name}.") for each in modules_of(name.partition(".")[0]))
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, note: Note, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
+        self.note, self.installed = note, installed
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package = name.partition(".")[0]
+        if package not in PACKAGES or not self._stands_in(package):
+            return None
+        if not _is_known(name) and not _asking_library():
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def _stands_in(self, package: str) -> bool:
+        if package in self.installed:
+            # A module of the user's own, which stands in for the package too, comes first.
+            return package not in _RUN_AS_INSTALLED and library_folder(str(self.installed[package].origin)) is not None
+        library = _asking_library()
+        return not library or (
+            library not in LOOK_BY_IMPORTING and (package in sys.modules or package in ASKED_BY_LIBRARIES)
+        )
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Package(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        package = module.__name__.partition(".")[0]
+        for name, value in modules_of(package).get(module.__name__, {}).items():
+            setattr(module, name, value)
+        if module.__name__ == package:
+            module.__version__ = PACKAGES[package][1]  # type: ignore[attr-defined]
+            self.note(f"{package} cannot run without a GPU: stood in for, its kernels by name and shape")
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of the stand-ins, by which libraries check versions."""
+        wanted = getattr(context, "name", None)
+        package = (wanted or "").replace("-", "_")
+        if package in PACKAGES and package not in self.installed and self._stands_in(package):
+            yield _Metadata(package)
+
+
+class _Metadata(importlib.metadata.Distribution):
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def read_text(self, filename: str) -> str | None:
+        if filename not in ("METADATA", "PKG-INFO"):
+            return None
+        return f"Metadata-Version: 2.1\nName: {self.package}\nVersion: {PACKAGES[self.package][1]}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def _asking_library() -> str:
+    """Return the name of the installed library whose code asks for an import; empty if the program does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
+            folder = library_folder(file)
+            return "" if folder is None else Path(file).relative_to(folder).parts[0]
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@contextmanager
+def cuda_packages(note: Note) -> Iterator[None]:
+    """Context in which CUDA packages can be imported; ``note`` is told of each."""
+    finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
+            del sys.modules[name]
+
+
+def missing_package(error: BaseException, frames: traceback.StackSummary) -> str | None:
+    """Return what to do about an import that failed, or None for other errors."""
+    if not isinstance(error, ImportError) or not error.name:
+        return None
+    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")
+    package = error.name.partition(".")[0]
+    stub = f"put a {package}.py with these functions, written with torch, on PYTHONPATH"
+    if package in PACKAGES and (package in sys.modules or not isinstance(error, ModuleNotFoundError)):
+        return f"{place}imports {_imported(error)}, which the stand-in for {package} does not have; {stub}"
+    refused = next((name for name in REFUSED if f"{error.name}.".startswith(f"{name}.")), None)
+    if refused is not None:
+        return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    if package in INSTALLABLE:
+        return (
+            f"{place}imports {package}, which is not installed here and needs no GPU: "
+            f"pip install --no-deps {INSTALLABLE[package]}"
+        )
+    return f"{place}imports {error.name}, which is not installed here: pip install it, or, if it needs CUDA, {stub}"
+
+
+def _imported(error: ImportError) -> str:
+    named = re.match(r"cannot import name '(\w+)'", str(error))
+    return f"{named[1]} of {error.name}" if named else str(error.name)
+
+
+def _is_code(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(("<", _OWN_FOLDER)) and "importlib" not in frame.filename
+
+
+def refuse(what: str) -> Any:
+    """Raise ``ModelError`` for a part of a package that is not stood in for."""
+    raise ModelError(f"{what} is not stood in for: its kernels are not known here; leave it out of the step")

@@ -1,0 +1,348 @@
+"""Transformer Engine: linear layers with norms before them, attention, transformer layers, in 16 bits or in 8 by a
+recipe.
+
+Products in 8 bits are those of :mod:`e2e.capture.models.layer_forms`, with the recipe of ``fp8_autocast``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.base.errors import ModelError
+from e2e.capture.cuda_packages.apex import FusedAdam, FusedSGD
+from e2e.capture.cuda_packages.flash_attention import lengths_of
+from e2e.capture.cuda_packages.kernels import attend, norm
+from e2e.capture.models.layer_forms import Caster, ScaledLinear
+from e2e.capture.models.stacks import PackedGated, Rotary, SquaredRelu
+from e2e.step.options import RECIPES
+
+# Casts of the recipe in use, or None outside ``fp8_autocast``.
+_CASTER: ContextVar[Caster | None] = ContextVar("recipe of Transformer Engine", default=None)
+
+
+class _Recipe:
+    """Recipe of 8-bit training, with any settings."""
+
+    name = "fp8-delayed"
+
+    def __init__(self, *_: Any, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+
+class DelayedScaling(_Recipe):
+    """Scales of earlier steps."""
+
+
+class Float8CurrentScaling(_Recipe):
+    """One scale of the tensor itself."""
+
+    name = "fp8-current"
+
+
+class Float8BlockScaling(_Recipe):
+    """A scale for every block."""
+
+    name = "fp8-block"
+
+
+class MXFP8BlockScaling(_Recipe):
+    """A scale for every 32 values."""
+
+    name = "mxfp8"
+
+
+class Format:
+    """Formats of 8-bit floats."""
+
+    E4M3, E5M2, HYBRID = "E4M3", "E5M2", "HYBRID"
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, *_: Any, **named: Any
+) -> Iterator[None]:
+    """Context in which linear layers multiply in 8 bits."""
+    recipe = fp8_recipe or named.get("recipe")
+    if enabled and torch.cuda.get_device_capability() < (8, 9):
+        raise ModelError("fp8_autocast needs a GPU with units for 8-bit floats (Ada, Hopper, Blackwell)")
+    token = _CASTER.set(Caster(RECIPES[recipe.name if recipe else "fp8-delayed"]) if enabled else None)
+    try:
+        yield
+    finally:
+        _CASTER.reset(token)
+
+
+@contextmanager
+def fp8_model_init(*_: Any, **__: Any) -> Iterator[None]:
+    """Context in which weights would be stored in 8 bits; they are kept in 16 here."""
+    yield
+
+
+def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        given, weight = given.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    caster = _CASTER.get()
+    if caster is None or any(extent % 16 for extent in weight.shape):
+        return F.linear(given, weight, bias)
+    output: torch.Tensor = ScaledLinear.apply(given, weight, caster)
+    return output if bias is None else output + bias
+
+
+def _made(*shape: int, like: dict[str, Any]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, device=like.get("device") or "cuda", dtype=like.get("params_dtype")))
+
+
+class Linear(nn.Module):
+    """Linear layer."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *_: Any, **named: Any) -> None:
+        super().__init__()
+        size = named.get("tp_size", 1) or 1
+        way = named.get("parallel_mode")
+        self.in_features = in_features // size if way == "row" else in_features
+        self.out_features = out_features // size if way == "column" else out_features
+        self.weight = _made(self.out_features, self.in_features, like=named)
+        self.bias = _made(self.out_features, like=named) if bias else None
+        self.returns_bias = bool(named.get("return_bias"))
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: Any = None, **_: Any) -> Any:
+        """Apply the layer."""
+        output = _linear(inp, self.weight, None if self.returns_bias else self.bias)
+        return (output, self.bias) if self.returns_bias else output
+
+
+class LayerNorm(nn.Module):
+    """Layer norm in one kernel."""
+
+    kind = "layer_norm"
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, **named: Any) -> None:
+        super().__init__()
+        named["params_dtype"] = named.get("params_dtype") or named.get("dtype")
+        self.weight = _made(hidden_size, like=named)
+        self.bias = _made(hidden_size, like=named) if self.kind == "layer_norm" else None
+
+    def forward(self, inp: torch.Tensor) -> Any:
+        """Return the norm of the last dimension."""
+        return norm(inp, self.kind, self.weight, self.bias)
+
+
+class RMSNorm(LayerNorm):
+    """RMS norm in one kernel."""
+
+    kind = "rms_norm"
+
+
+def _norm_of(kind: str, size: int, eps: float, named: dict[str, Any]) -> LayerNorm:
+    return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **named)
+
+
+class LayerNormLinear(Linear):
+    """Norm and linear layer."""
+
+    def __init__(
+        self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = True,
+        normalization: str = "LayerNorm", **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, **named)
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        made = _norm_of(normalization, in_features, eps, shared)
+        self.layer_norm_weight, self.layer_norm_bias, self.kind = made.weight, made.bias, made.kind
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: Any = None, **_: Any) -> Any:
+        """Apply both."""
+        return super().forward(norm(inp, self.kind, self.layer_norm_weight, self.layer_norm_bias))
+
+
+_GATED = ("swiglu", "geglu", "reglu", "qgeglu", "srelu_glu")
+
+
+class LayerNormMLP(nn.Module):
+    """Norm and two linear layers with an activation between them."""
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True,
+        normalization: str = "LayerNorm", activation: str = "gelu", **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.activation = activation
+        size = (named.get("tp_size", 1) or 1) if named.get("set_parallel_mode") else 1
+        inner = ffn_hidden_size // size
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        made = _norm_of(normalization, hidden_size, eps, shared)
+        self.layer_norm_weight, self.layer_norm_bias, self.kind = made.weight, made.bias, made.kind
+        rows = 2 * inner if activation in _GATED else inner
+        self.fc1_weight, self.fc2_weight = _made(rows, hidden_size, like=named), _made(hidden_size, inner, like=named)
+        self.fc1_bias = _made(rows, like=named) if bias else None
+        self.fc2_bias = _made(hidden_size, like=named) if bias else None
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: Any = None, **_: Any) -> Any:
+        """Apply all."""
+        given = norm(inp, self.kind, self.layer_norm_weight, self.layer_norm_bias)
+        hidden = _linear(given, self.fc1_weight, self.fc1_bias)
+        if self.activation in _GATED:
+            hidden = PackedGated.apply(hidden)
+        elif self.activation == "srelu":
+            hidden = SquaredRelu.apply(hidden)
+        else:
+            hidden = F.relu(hidden) if self.activation == "relu" else F.gelu(hidden, approximate="tanh")
+        return _linear(hidden, self.fc2_weight, self.fc2_bias)
+
+
+class DotProductAttention(nn.Module):
+    """Attention by cuDNN's fused kernel; the output has heads and width in one dimension."""
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels: Any, num_gqa_groups: Any = None, attention_dropout: float = 0.1,
+        qkv_format: str = "sbhd", attn_mask_type: str = "causal", window_size: Any = None, *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.format, self.mask, self.window, self.dropout = qkv_format, attn_mask_type, window_size, attention_dropout
+
+    def forward(
+        self, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, qkv_format: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *_: Any, attn_mask_type: Any = None,
+        window_size: Any = None, core_attention_bias: Any = None, **__: Any,
+    ) -> Any:  # fmt: skip
+        """Attend in the format of sequence, batch, heads and width, batch first, or packed."""
+        form = qkv_format or self.format
+        operands = [query_layer, key_layer, value_layer]
+        packed: list[int] = []
+        if form == "thd":
+            packed = lengths_of(cu_seqlens_q, query_layer.shape[0]) if cu_seqlens_q is not None else []
+            operands = [each.unsqueeze(0) for each in operands]
+        elif form == "sbhd":
+            operands = [each.transpose(0, 1) for each in operands]
+        size = window_size or self.window
+        window = int(size[0]) + 1 if size and size[0] >= 0 else 0
+        output = attend(
+            *operands, kernel="cudnn", causal="causal" in (attn_mask_type or self.mask), window=window,
+            dropout=self.dropout if self.training else 0.0, packed=packed, bias=core_attention_bias,
+        )  # fmt: skip
+        if form == "thd":
+            output = output.squeeze(0)
+        elif form == "sbhd":
+            output = output.transpose(0, 1)
+        return output.flatten(-2)
+
+
+class MultiheadAttention(nn.Module):
+    """Product of queries, keys and values (with a norm before it), attention, projection."""
+
+    def __init__(
+        self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
+        attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5, *_: Any, num_gqa_groups: int | None = None,
+        attn_mask_type: str = "causal", input_layernorm: bool = False, normalization: str = "LayerNorm",
+        bias: bool = True, qkv_format: str = "sbhd", attention_type: str = "self", **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        size = (named.get("tp_size", 1) or 1) if named.get("set_parallel_mode") else 1
+        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        self.width = kv_channels or hidden_size // num_attention_heads
+        self.heads = num_attention_heads // size
+        self.kv_heads = (num_gqa_groups or num_attention_heads) // size
+        rows = (self.heads + 2 * self.kv_heads) * self.width
+        if input_layernorm:
+            self.qkv: Any = LayerNormLinear(
+                hidden_size, rows, layernorm_epsilon, bias, normalization=normalization, **shared
+            )
+        else:
+            self.qkv = Linear(hidden_size, rows, bias, **shared)
+        self.core_attention = DotProductAttention(
+            num_attention_heads, self.width, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type
+        )
+        self.proj = Linear(self.heads * self.width, hidden_size, bias, **shared)
+
+    def forward(
+        self, hidden_states: Any, attention_mask: Any = None, *_: Any, rotary_pos_emb: Any = None, **named: Any
+    ) -> Any:
+        """Attend to the states themselves."""
+        whole = self.qkv(hidden_states).unflatten(-1, (-1, self.width))
+        query, key, value = whole.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if rotary_pos_emb is not None:
+            tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            query, key = Rotary.apply(query, *tables), Rotary.apply(key, *tables)
+        kept = {name: each for name, each in named.items() if name in ("cu_seqlens_q", "attn_mask_type", "window_size")}
+        return self.proj(self.core_attention(query, key, value, **kept))
+
+
+class TransformerLayer(nn.Module):
+    """Layer of a transformer."""
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1, *_: Any,
+        self_attn_mask_type: str = "causal", kv_channels: int | None = None, normalization: str = "LayerNorm",
+        bias: bool = True, activation: str = "gelu", attn_input_format: str = "sbhd", **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kept = ("params_dtype", "device", "tp_size", "set_parallel_mode")
+        shared = {key: named[key] for key in kept if key in named}
+        self.dropout = hidden_dropout
+        self.self_attention = MultiheadAttention(
+            hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
+            num_gqa_groups=num_gqa_groups, attn_mask_type=self_attn_mask_type, input_layernorm=True,
+            normalization=normalization, bias=bias, qkv_format=attn_input_format, **shared,
+        )  # fmt: skip
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, layernorm_epsilon, bias, normalization, activation, **shared
+        )
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, *_: Any, **named: Any) -> Any:
+        """Apply the layer; bias, dropout and sum are one kernel in training."""
+        kept = ("rotary_pos_emb", "cu_seqlens_q", "window_size")
+        given = {name: each for name, each in named.items() if name in kept and each is not None}
+        states = hidden_states + self._dropped(self.self_attention(hidden_states, attention_mask, **given))
+        return states + self._dropped(self.layernorm_mlp(states))
+
+    def _dropped(self, states: torch.Tensor) -> torch.Tensor:
+        return F.dropout(states, self.dropout, self.training) if self.dropout else states
+
+
+def checkpoint(function: Any, *given: Any, **named: Any) -> Any:
+    """Run a function whose forward pass is computed again in the backward pass."""
+    ours = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group", "use_reentrant")
+    kept = {name: each for name, each in named.items() if name not in ours}
+    run = torch.utils.checkpoint.checkpoint
+    return run(function, *given, use_reentrant=False, **kept)
+
+
+_LAYERS = {
+    each.__name__: each
+    for each in (
+        Linear, LayerNorm, RMSNorm, LayerNormLinear, LayerNormMLP, DotProductAttention, MultiheadAttention,
+        TransformerLayer,
+    )
+}  # fmt: skip
+_RECIPES = {
+    each.__name__: each
+    for each in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, Format)
+}
+_PYTORCH = {
+    **_LAYERS,
+    "fp8_autocast": fp8_autocast,
+    "autocast": fp8_autocast,
+    "fp8_model_init": fp8_model_init,
+    "quantized_model_init": fp8_model_init,
+    "checkpoint": checkpoint,
+}
+
+MODULES: dict[str, dict[str, Any]] = {
+    "transformer_engine": {},
+    "transformer_engine.pytorch": _PYTORCH,
+    "transformer_engine.pytorch.fp8": {"fp8_autocast": fp8_autocast, "fp8_model_init": fp8_model_init},
+    "transformer_engine.pytorch.module": _LAYERS,
+    "transformer_engine.pytorch.attention": _LAYERS,
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": {**_RECIPES, "Recipe": _Recipe},
+}

@@ -1,0 +1,173 @@
+"""Forward passes of a program that train nothing: evaluation before the first step and between steps.
+
+They are noted by place, to be told apart from the step: how many, and every how many steps, as far as the program's own
+condition says so (``if step % eval_interval == 0``). Long runs of equal passes cost little: after a few that ran, the
+next ones get outputs of the same shapes, without running (:attr:`EvaluationPasses.replaying`).
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from e2e.capture.recorder import Recorder
+from e2e.capture.script_lines import script_file, script_line
+
+# Equal passes in a row that are run before the following ones are replayed.
+RUN_FIRST = 4
+_PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass
+class PassGroup:
+    """Passes without gradients that ran from one line of the program, between two steps."""
+
+    title: str
+    # Place of the call (``train.py:120``).
+    line: str
+    # Steps after which the program runs them again; None if its source does not say.
+    every: int | None
+    passes: int = 0
+    replayed: int = 0
+    # Range of the recorder's calls with the first of them.
+    calls: slice = field(default_factory=lambda: slice(0))
+
+    @property
+    def told(self) -> str:
+        """Description of the group."""
+        count = f"{self.passes:,} forward passes" if self.passes > 1 else "a forward pass"
+        often = f"every {self.every:,} steps" if self.every else "now and then"
+        return f"{count} of {self.title} without gradients {often}, from {self.line}"
+
+
+class EvaluationPasses:
+    """Passes of outermost modules without gradients since the last boundary."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.groups: list[PassGroup] = []
+        # False where every pass must run, because steps have such passes too.
+        self.replaying = True
+        self._last: Hashable = None
+        self._equal = 0
+        self._outputs: Any = None
+
+    def taken(self) -> list[PassGroup]:
+        """Return the groups since the last call."""
+        found, self.groups = self.groups, []
+        return found
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which passes are noticed."""
+        call = torch.nn.Module.__call__
+
+        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.recorder.depth or torch._C._current_graph_task_id() != -1:  # inside another module
+                return call(module, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self._last = None
+                return call(module, *args, **kwargs)
+            return self._pass(call, module, args, kwargs)
+
+        with patch.object(torch.nn.Module, "__call__", called):
+            yield
+
+    def _pass(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        group = self._group(module)
+        group.passes += 1
+        key = _key(module, args, kwargs)
+        self._equal = self._equal + 1 if key is not None and key == self._last else 0
+        self._last = key
+        if self.replaying and self._equal >= RUN_FIRST and self._outputs is not None:
+            group.replayed += 1
+            return _copied(self._outputs)
+        begin = self.recorder.recorded
+        outputs = call(module, *args, **kwargs)
+        if group.passes == 1:
+            group.calls = slice(begin, self.recorder.recorded)
+        self._outputs = outputs if _is_plain(outputs) else None
+        return outputs
+
+    def _group(self, module: torch.nn.Module) -> PassGroup:
+        title, line = type(module).__name__, script_line()
+        for group in self.groups:
+            if (group.title, group.line) == (title, line):
+                return group
+        group = PassGroup(title, line, period(sys._getframe(3)))
+        self.groups.append(group)
+        return group
+
+
+def _key(module: torch.nn.Module, args: Any, kwargs: Any) -> Hashable:
+    """Return what decides the outputs' shapes, or None if that is not known: objects with a state of their own."""
+    leaves, form = tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    return id(module), module.training, str(form), tuple(map(_signature, leaves))
+
+
+def _signature(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_plain(outputs: Any) -> bool:
+    return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(outputs)[0])
+
+
+def _copied(outputs: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.empty_like, outputs)
+
+
+def period(frame: FrameType | None) -> int | None:
+    """Return the steps after which ``frame`` runs again, by the innermost condition of the form ``step % PERIOD == 0``
+    around its line or around a call that led to it; None without one.
+    """
+    while frame is not None:
+        if script_file(frame.f_code.co_filename):
+            for divisor in _divisors(frame.f_code.co_filename, frame.f_lineno):
+                value = _value(divisor, frame)
+                if value is not None and value > 1:
+                    return value
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _divisors(file: str, line: int) -> tuple[CodeType, ...]:
+    """Return the divisors in conditions around ``line``, innermost first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    around = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
+    ]  # fmt: skip
+    around.sort(key=lambda node: -node.lineno)
+    divisions = (part for node in around for part in ast.walk(node.test) if isinstance(part, ast.BinOp))
+    divisors = [part.right for part in divisions if isinstance(part.op, ast.Mod)]
+    return tuple(compile(ast.Expression(each), file, "eval") for each in divisors if not _calls(each))
+
+
+def _calls(expression: ast.expr) -> bool:
+    return any(isinstance(part, (ast.Call, ast.Await, ast.NamedExpr)) for part in ast.walk(expression))
+
+
+def _value(expression: CodeType, frame: FrameType) -> int | None:
+    try:
+        found = eval(expression, frame.f_globals, frame.f_locals)
+    except Exception:
+        return None
+    return found if isinstance(found, int) else None

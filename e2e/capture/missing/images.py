@@ -1,0 +1,131 @@
+"""Images of torchvision's data sets that are not there, and torchvision itself beside a PyTorch without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from e2e.capture.imports import patched_imports
+from e2e.capture.stand_ins import Note
+
+
+@contextmanager
+def torchvision_operators() -> Iterator[None]:
+    """Context in which a torchvision built for CUDA can be imported beside a PyTorch without it: its library does not
+    load there, and two of its operators are expected all the same.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    with ExitStack() as stack:
+        if spec is not None and spec.origin is not None and not _loads(Path(spec.origin).parent.glob("_C*.so")):
+            library = stack.enter_context(torch.library._scoped_library("torchvision", "DEF"))
+            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        yield
+
+
+def _loads(libraries: Iterable[Path]) -> bool:
+    try:
+        for library in libraries:
+            torch.ops.load_library(library)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def made_up_images(note: Note) -> Iterator[None]:
+    """Context in which data sets of torchvision that are not there have empty images."""
+    with patched_imports({"torchvision.datasets": lambda module: _image_datasets(module, note)}):
+        yield
+
+
+# torchvision's data: mode and size of an image, classes, images of the training part.
+_IMAGES: dict[str, tuple[str, tuple[int, int], int, int]] = {
+    "MNIST": ("L", (28, 28), 10, 60_000),
+    "FashionMNIST": ("L", (28, 28), 10, 60_000),
+    "KMNIST": ("L", (28, 28), 10, 60_000),
+    "EMNIST": ("L", (28, 28), 47, 112_800),
+    "CIFAR10": ("RGB", (32, 32), 10, 50_000),
+    "CIFAR100": ("RGB", (32, 32), 100, 50_000),
+    "SVHN": ("RGB", (32, 32), 10, 73_257),
+    "STL10": ("RGB", (96, 96), 10, 5_000),
+    "ImageFolder": ("RGB", (500, 375), 1_000, 1_281_167),
+    "ImageNet": ("RGB", (500, 375), 1_000, 1_281_167),
+    "Flowers102": ("RGB", (500, 667), 102, 1_020),
+    "OxfordIIITPet": ("RGB", (500, 375), 37, 3_680),
+    "Food101": ("RGB", (512, 512), 101, 75_750),
+    "CelebA": ("RGB", (178, 218), 10_177, 162_770),
+    "LSUN": ("RGB", (256, 256), 10, 3_033_042),
+}
+
+
+def _image_datasets(datasets: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
+    """Yield classes of images that are made up if their folder is not there; transformations run on them as on real
+    ones.
+    """
+    for name, (mode, size, classes, length) in _IMAGES.items():
+        original = getattr(datasets, name, None)
+        if original is not None:
+            yield datasets, name, _pictures(original, name, (mode, size, classes, length), note)
+
+
+def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, int], note: Note) -> Any:
+    mode, size, classes, length = form
+
+    arguments = signature(original.__init__)
+
+    class Pictures(original):  # type: ignore[misc]
+        def __init__(self, root: Any, *args: Any, **kwargs: Any) -> None:
+            self.made_up = False
+            if os.path.exists(root):
+                try:
+                    super().__init__(root, *args, **kwargs)
+                    return
+                except (RuntimeError, OSError):  # it has other data, and these cannot be downloaded
+                    pass
+            self.made_up = True
+            given = arguments.bind(self, root, *args, **kwargs).arguments
+            given.update(given.pop("kwargs", {}))
+            tested = given.get("train") is False or given.get("split") in ("val", "valid", "test")
+            self.length = min(length, 10_000) if tested else length
+            note(f"torchvision's {name} is not in {root}: {self.length:,} empty images of {size[0]}x{size[1]}")
+            self.root, self.transform = root, given.get("transform")
+            self.target_transform = given.get("target_transform")
+            self.classes = [str(number) for number in range(classes)]
+
+        def __getattr__(self, attribute: str) -> Any:
+            if attribute == "class_to_idx":
+                return {each: number for number, each in enumerate(self.classes)}
+            if attribute == "targets":
+                return torch.arange(self.length) % classes if mode == "L" else [n % classes for n in range(self.length)]
+            if attribute == "data":  # takes memory where it is read only
+                if mode == "L":
+                    return torch.zeros((self.length, *reversed(size)), dtype=torch.uint8)
+                return import_module("numpy").zeros((self.length, *reversed(size), 3), "uint8")
+            if attribute in ("samples", "imgs"):
+                return [(f"{self.root}/{n}.png", n % classes) for n in range(self.length)]
+            raise AttributeError(f"{name} has no attribute {attribute!r}")
+
+        def __len__(self) -> int:
+            return self.length if self.made_up else super().__len__()
+
+        def __getitem__(self, place: int) -> Any:
+            if not self.made_up:
+                return super().__getitem__(place)
+            if not 0 <= place < self.length:
+                raise IndexError(place)
+            image, target = import_module("PIL.Image").new(mode, size), place % classes
+            if self.transform is not None:
+                image = self.transform(image)
+            return image, target if self.target_transform is None else self.target_transform(target)
+
+    Pictures.__name__ = Pictures.__qualname__ = name
+    return Pictures

@@ -1,0 +1,91 @@
+"""What a program needs and this machine may lack, together: each context of this folder, and the line for what could
+not be made up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from e2e.capture.missing.arrays import made_up_arrays
+from e2e.capture.missing.hub import Hub, offline_hub
+from e2e.capture.missing.hub_datasets import made_up_datasets
+from e2e.capture.missing.images import made_up_images, torchvision_operators
+from e2e.capture.missing.loaders import loaders_without_workers
+from e2e.capture.missing.shards import made_up_shards
+from e2e.capture.missing.tokenizers import made_up_tokenizers
+from e2e.capture.missing.weights import weights_not_read
+from e2e.capture.stand_ins import Note
+
+
+@contextmanager
+def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
+    """Context in which weights are not read, and data and tokenizers that are not here are made up if that was asked
+    for (``made_up``). ``folder``: place for files.
+    """
+    hub = Hub(folder / "hub")
+    with ExitStack() as stack:
+        for each in (offline_hub(hub), torchvision_operators(), loaders_without_workers(), weights_not_read(hub, note)):
+            stack.enter_context(each)
+        stack.enter_context(made_up_datasets(made_up, note))
+        if made_up:
+            for each in (made_up_arrays(note), made_up_images(note), made_up_shards(note)):
+                stack.enter_context(each)
+            stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
+        yield hub
+
+
+def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str | None:
+    """Return what to do about what a program asks for and is not here, or None for other errors."""
+    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_users(frame.filename)), "")
+    if hub.unknown and any(_OFFLINE.search(f"{type(each).__name__}: {each}") for each in _causes(error)):
+        asked = hub.unknown[-1]
+        return (
+            f"{place}asks the hub for {asked}, which is not in its cache here; where there is a network: "
+            f"hf download {asked} --include '*.json' '*.txt' '*.model' (weights are not needed)"
+        )
+    if "MissingState" in str(error) and hub.states:
+        return f"{place}needs the values in {hub.states[-1]}, which is not here; put a file of that form there"
+    if isinstance(error, OSError) and any(_NETWORK.search(kind.__name__) for kind in type(error).__mro__):
+        return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
+    if not isinstance(error, FileNotFoundError):
+        return None
+    file = error.filename or _file_in(str(error))
+    if file is None:
+        return None
+    return (
+        f"{place}opens {file}, which is not here; give --data synthetic, where made-up data will do, or put "
+        "a file of that form there, as small as the program takes it"
+    )
+
+
+# Errors of the hub's libraries for what is not in its cache.
+_OFFLINE = re.compile(r"LocalEntryNotFound|OfflineMode|RepositoryNotFound|not a valid model identifier|offline mode")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# Names of the errors of libraries that reach no server.
+_NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120]
+
+
+def _file_in(said: str) -> str | None:
+    """Return the file that a message of a library names, if it does."""
+    words = [word.strip("'\"`.,:") for word in said.split()]
+    return next((word for word in words if "/" in word or word.count(".") == 1 and word[-1:].isalnum()), None)
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts

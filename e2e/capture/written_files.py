@@ -1,0 +1,137 @@
+"""Files as the program finds them when it ends: what it writes over, moves or removes stays as it was, what it makes is
+removed. A prediction must not lose a checkpoint.
+
+What it writes can be read again while it runs. Files of temporary folders and of caches are left to the program, and
+checkpoints (``torch.save``) are not written at all: their tensors have no values.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from e2e.capture.script_lines import script_line
+
+Note = Callable[[str], None]
+_WRITING = frozenset("wax+")
+# Variables of the environment that name folders of caches.
+_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
+
+
+class WrittenFiles:
+    """Files that a program has written."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch = folder.resolve(), scratch
+        # File that was there -> what the program has made of it.
+        self.copies: dict[str, str] = {}
+        self.made: set[str] = set()
+        named = [os.environ.get(name, "") for name in _CACHES]
+        places = [tempfile.gettempdir(), "~/.cache", "/dev", "/proc", *filter(None, named)]
+        self._left = [Path(place).expanduser().resolve() for place in places]
+
+    def place(self, path: Any, writing: bool = False) -> Any:
+        """Return the path at which ``path`` is opened."""
+        if not isinstance(path, (str, os.PathLike)):
+            return path
+        name = os.path.abspath(os.fspath(path))
+        if name in self.copies:
+            return self.copies[name]
+        if not writing or not self.protects(name):
+            return path
+        if name not in self.made:
+            if os.path.isfile(name):
+                copy = os.path.join(self.scratch, f"{len(self.copies)}-{os.path.basename(name)}")
+                shutil.copyfile(name, copy)
+                self.copies[name] = copy
+                return copy
+            if not os.path.exists(name):
+                self.made.add(name)
+        return path
+
+    def protects(self, name: str) -> bool:
+        """True for files that must be as they were."""
+        path = Path(name)
+        return self.folder in path.parents or not any(place in path.parents for place in self._left)
+
+    def undo(self) -> None:
+        """Remove the files and empty folders that the program has made."""
+        for name in sorted(self.made, reverse=True):  # what is in a folder before the folder
+            with suppress(OSError):
+                os.rmdir(name) if os.path.isdir(name) else os.remove(name)
+
+
+@contextmanager
+def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles]:
+    """Context in which a program of ``folder`` changes no file that was there; ``scratch``: place for what it writes.
+
+    What was made is removed at the end, or by :meth:`WrittenFiles.undo` in a process that ends inside.
+    """
+    files = WrittenFiles(folder, scratch)
+    open_file, make, save, load = io.open, os.mkdir, torch.save, torch.load
+    saved: dict[str, Any] = {}
+    remove, rename, tree = os.remove, os.rename, shutil.rmtree
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return open_file(files.place(file, bool(_WRITING & set(mode))), mode, *args, **kwargs)
+
+    def made(path: Any, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        name = os.path.abspath(os.fspath(path))
+        if files.protects(name):
+            files.made.add(name)
+
+    def is_kept(path: Any) -> bool:
+        name = os.path.abspath(os.fspath(path))
+        return files.protects(name) and name not in files.made and os.path.exists(name)
+
+    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_kept(path):
+            remove(path, *args, **kwargs)
+
+    def renamed(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if is_kept(target):
+            files.copies[os.path.abspath(os.fspath(target))] = os.fspath(files.place(source))
+        elif is_kept(source):
+            shutil.copyfile(files.place(source), files.place(target, writing=True))
+        else:
+            rename(source, target, *args, **kwargs)
+            if files.protects(os.path.abspath(os.fspath(target))):
+                files.made.add(os.path.abspath(os.fspath(target)))
+
+    def emptied(path: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_kept(path):
+            tree(path, *args, **kwargs)
+
+    def keep(contents: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(file, (str, os.PathLike)):
+            note(f"{script_line()} writes {os.fspath(file)}: not written")
+            saved[os.path.abspath(os.fspath(file))] = contents
+        else:
+            save(contents, file, *args, **kwargs)
+
+    def fetch(file: Any, *args: Any, **kwargs: Any) -> Any:
+        name = os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
+        return saved[name] if name in saved else load(file, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (builtins, "open", opened), (io, "open", opened), (os, "mkdir", made), (os, "remove", removed),
+            (os, "unlink", removed), (os, "rename", renamed), (os, "replace", renamed), (shutil, "rmtree", emptied),
+            (torch, "save", keep), (torch, "load", fetch),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(target, name, value))
+        try:
+            yield files
+        finally:
+            files.undo()

@@ -1,0 +1,195 @@
+"""What a program compiles: functions, modules and optimizers; Python bodies of custom operators; forced attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from costmodel.operators.attention import Attention
+from costmodel.operators.device_work import Elementwise, ScaledGemm
+from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.custom_operators import CustomOperators
+from e2e.capture.recorder import Recorder
+from e2e.capture.session import recording
+from e2e.commands.e2e_api import predict
+from e2e.lowering.lower_trace import lower, lower_step
+from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import SeenGpu, StepOptions
+
+OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenGpu(capability=(8, 0)))
+
+
+def watched(run: Callable[[], Any]) -> OperatorTrace:
+    """Trace of what ``run`` does, recorded as a program is."""
+    recorder = Recorder({})
+    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    with recording(recorder, OPTIONS):
+        run()
+    calls = recorder.cut()
+    return OperatorTrace(calls, compiled=bool(recorder.compiled), regions=recorder.last_parts)
+
+
+def kernels(trace: OperatorTrace) -> list[str]:
+    step = lower_step(trace, StepOptions(compile=True))
+    return [task.name for task in step.graph.ranks[0].tasks]
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+def test_only_what_is_compiled_is_fused():
+    def run() -> None:
+        @torch.compile(mode="max-autotune", fullgraph=True)
+        def compiled(given: torch.Tensor) -> torch.Tensor:
+            return given.sigmoid() * given + 1
+
+        found = compiled(tensor(64, 64))
+        (found.cos() * found).sum().backward()
+
+    names = kernels(watched(run))
+    assert "inductor::triton_fused_sigmoid_mul_add" in names
+    assert {"aten::cos", "aten::mul"} <= set(names)
+    fused = [name for name in names if name.startswith("inductor")]
+    assert len(fused) == 2  # one each way
+
+
+def test_calls_of_one_compiled_module_are_regions_of_their_own():
+    def run() -> None:
+        block = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).cuda()
+        once, again = torch.compile(block), nn.Linear(8, 8).cuda()
+        again.compile()
+        again(once(once(tensor(4, 8)))).sum().backward()
+
+    trace = watched(run)
+    assert trace.regions is not None and set(trace.regions.values()) == {1, 2, 3}
+    backward = {call.name for call in trace.calls if call.phase == "backward" and call.id in trace.regions}
+    assert "aten::threshold_backward" in backward
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_step_of_an_optimizer_is_one_pass(whole: bool):
+    def run() -> None:
+        layer = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.AdamW(layer.parameters())
+        step = torch.compile(optimizer.step if whole else lambda: optimizer.step())
+        layer(tensor(4, 64)).sum().backward()
+        step()
+
+    names = {call.name for call in watched(run).calls}
+    assert "aten::_fused_adamw_" in names and "aten::_foreach_lerp_" not in names
+
+
+def test_functions_compiled_inside_an_optimizer_are_fused():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            direction = torch.compile(lambda given: given.sign() * given.abs() + given)
+            for each in self.param_groups[0]["params"]:
+                each.data.add_(direction(each.grad))
+
+    def run() -> None:
+        layer = nn.Linear(64, 64, bias=False).cuda()
+        optimizer = Own(layer.parameters())
+        layer(tensor(4, 64)).sum().backward()
+        optimizer.step()
+
+    assert "inductor::triton_fused_sign_abs_mul_add" in kernels(watched(run))
+
+
+def test_the_body_of_a_custom_operator_is_priced():
+    library = torch.library.Library("kern_test", "DEF")
+
+    @torch.library.custom_op("kern_test::product", mutates_args=(), device_types="cuda")
+    def product(data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        one = data.new_tensor(1.0, dtype=torch.float32)
+        eight = data.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        return torch._scaled_mm(eight[0], eight[1].t(), one, one, out_dtype=torch.bfloat16)
+
+    @product.register_fake
+    def _(data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return data.new_empty(data.shape[0], weight.shape[0])
+
+    @torch.library.custom_op("kern_test::strange", mutates_args=(), device_types="cuda")
+    def strange(data: torch.Tensor) -> torch.Tensor:
+        (data + 1).data_ptr().nothing()  # type: ignore[attr-defined]
+        return data
+
+    @strange.register_fake
+    def _(data: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(data)
+
+    def run() -> None:
+        library.define("older(Tensor data) -> Tensor")
+        library.impl("older", lambda data: data.exp(), "CUDA")
+        library._register_fake("older", torch.empty_like)
+        data = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+        torch.ops.kern_test.older(strange(product(data, data)))
+
+    trace = watched(run)
+    graph = lower(trace)
+    (scaled,) = [each for task in graph.tasks for each in task.operators if isinstance(each, ScaledGemm)]
+    assert (scaled.m, scaled.n, scaled.k) == (64, 64, 32)
+    assert "aten::exp" in [task.name for task in graph.tasks]
+    # What fails is named, and what it did before is forgotten.
+    (unknown,) = [task for task in graph.tasks if task.name.startswith("kern_test")]
+    assert unknown.name == "kern_test::strange"
+    assert isinstance(unknown.operators[0], Elementwise) and unknown.operators[0].kind == "unknown"
+    assert "aten::add" not in [call.name for call in trace.calls]
+
+
+@pytest.mark.parametrize(
+    ("backends", "kernel"),
+    [
+        ([SDPBackend.FLASH_ATTENTION], "flash2"),
+        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "efficient"),
+        ([SDPBackend.CUDNN_ATTENTION], "cudnn"),
+        ([SDPBackend.MATH], None),
+    ],
+)
+def test_attention_that_a_program_forces(backends: list[SDPBackend], kernel: str | None):
+    def run() -> None:
+        query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with sdpa_kernel(backends):
+            F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
+    graph = lower(watched(run))
+    found = [each for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
+    assert [each.kernel for each in found] == ([kernel, kernel] if kernel else [])
+    assert all(each.causal and each.query_length == 128 and each.heads == 4 for each in found)
+
+
+PROGRAM = """
+import torch
+from flash_attn import flash_attn_func
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+attend = torch.compile(flex_attention)
+model = torch.compile(torch.nn.Linear(256, 256).to("cuda", torch.bfloat16))
+optimizer = torch.optim.SGD(model.parameters(), fused=True)
+blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512)
+while True:
+    data = model(torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16)).relu().unflatten(2, (4, 64))
+    turned = data.transpose(1, 2)
+    (flash_attn_func(data, data, data).sum() + attend(turned, turned, turned, block_mask=blocks).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_program_with_all_of_it(tmp_path: Path):
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    found = predict(command=("python", "train.py"), folder=tmp_path, gpu="a100-sxm-80gb")
+    priced = set(found.breakdown["by_operator"])
+    assert {"package::attention_backward", "attention::flex", "aten::relu", "aten::_fused_sgd_"} <= priced
+    assert any(line.startswith("flash_attn cannot run without a GPU") for line in (*found.warnings, *found.notes))
+    assert not any("without a model" in line for line in (*found.warnings, *found.notes))

@@ -1,0 +1,232 @@
+"""Stand-ins for packages that need CUDA: what they compute, which kernels they stand for, what they refuse."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.base.errors import ModelError
+from costmodel.operators.attention import Attention, seen_pairs
+from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
+from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
+from e2e.capture.script import capture_script, load_script
+from e2e.lowering.lower_trace import lower, unknown_operators
+from e2e.step.execution_graph import RankGraph
+from e2e.step.options import SeenGpu, StepOptions
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 256, 4, 64
+HALF = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    lines: list[str] = []
+    with cuda_packages(lines.append):
+        yield lines
+
+
+def lowered(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> RankGraph:
+    options = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenGpu(capability=(9, 0)))
+    graph = lower(capture_script(load_script(make, options), options))
+    assert not unknown_operators(graph)
+    return graph
+
+
+def records(graph: RankGraph, kind: type[Any]) -> list[Any]:
+    return [record for task in graph.tasks for record in task.operators if isinstance(record, kind)]
+
+
+def attended(attend: Callable[..., Any], *shape: int, count: int = 3) -> list[Attention]:
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        given = [torch.randn(*shape, requires_grad=True, **HALF) for _ in range(count)]
+
+        def step() -> None:
+            attend(*given).sum().backward()
+            assert all(each.grad.shape == each.shape for each in given)
+
+        return nn.Identity(), step
+
+    return records(lowered(make), Attention)
+
+
+def test_flash_attention_is_the_kernel_of_scaled_dot_product_attention(told: list[str]):
+    from flash_attn import flash_attn_func, flash_attn_qkvpacked_func  # type: ignore[import-not-found]
+
+    forward, backward = attended(lambda *qkv: flash_attn_func(*qkv, causal=True), BATCH, LENGTH, HEADS, WIDTH)
+    own, _ = attended(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), BATCH, HEADS, LENGTH, WIDTH)
+    assert (forward.direction, backward.direction, forward.kernel) == ("forward", "backward", "flash2")
+    for one, other in ((forward.flops, own.flops), (forward.read_bytes, own.read_bytes), (forward.pairs, own.pairs)):
+        assert one == other
+    stacked = attended(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), BATCH, LENGTH, 3, HEADS, WIDTH, count=1)
+    assert stacked == [forward, backward]
+    assert told == ["flash_attn cannot run without a GPU: stood in for, its kernels by name and shape"]
+
+
+def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str]):
+    from flash_attn import flash_attn_varlen_func
+
+    def attend(bounds: torch.Tensor) -> Callable[..., Any]:
+        return lambda *qkv: flash_attn_varlen_func(*qkv, bounds, bounds, LENGTH, LENGTH, causal=True)
+
+    bounds = torch.tensor([0, 100, 400, 512], dtype=torch.int32)
+    known, _ = attended(attend(bounds), 2 * LENGTH, HEADS, WIDTH)
+    assert known.pairs == sum(seen_pairs(each, each, True) for each in (100, 300, 112))
+    unknown, _ = attended(attend(bounds.to("meta")), 2 * LENGTH, HEADS, WIDTH)
+    assert sorted(unknown.packed) == [170, 171, 171]
+
+
+def test_windows_count_the_own_key(told: list[str]):
+    from flash_attn import flash_attn_func
+    from flash_attn_interface import flash_attn_func as third  # type: ignore[import-not-found]
+
+    windowed, _ = attended(
+        lambda *qkv: flash_attn_func(*qkv, causal=True, window_size=(31, 0)), BATCH, LENGTH, HEADS, WIDTH
+    )
+    assert windowed.window == 32
+    assert attended(lambda *qkv: third(*qkv, causal=True), BATCH, LENGTH, HEADS, WIDTH)[0].kernel == "flash3"
+
+
+def test_xformers_takes_flash_attention_where_it_can(told: list[str]):
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention  # type: ignore[import-not-found]
+    from xformers.ops.fmha import BlockDiagonalCausalMask  # type: ignore[import-not-found]
+
+    shape = (BATCH, LENGTH, HEADS, WIDTH)
+    causal, _ = attended(lambda *qkv: memory_efficient_attention(*qkv, attn_bias=LowerTriangularMask()), *shape)
+    assert (causal.kernel, causal.causal) == ("flash2", True)
+    bias = torch.zeros(BATCH, HEADS, LENGTH, LENGTH, device="meta", dtype=torch.bfloat16)
+    assert attended(lambda *qkv: memory_efficient_attention(*qkv, attn_bias=bias), *shape)[0].kernel == "efficient"
+    packed = BlockDiagonalCausalMask.from_seqlens([56, 200])
+    assert attended(lambda *qkv: memory_efficient_attention(*qkv, packed), 1, *shape[1:])[0].packed == (56, 200)
+
+
+def trained(module: Callable[[], nn.Module], optimizer: Any = None, context: Any = None) -> RankGraph:
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        model = module().cuda().to(torch.bfloat16)
+        update = None if optimizer is None else optimizer(model.parameters())
+        data = torch.randn(BATCH, LENGTH, 256, requires_grad=True, **HALF)
+
+        def step() -> None:
+            if context is None:
+                model(data).sum().backward()
+            else:
+                with context():
+                    loss = model(data).sum()
+                loss.backward()
+            if update is not None:
+                update.step()
+                update.zero_grad()
+
+        return model, step
+
+    return lowered(make)
+
+
+def test_transformer_engine_multiplies_as_pytorch_or_in_8_bits(told: list[str]):
+    import transformer_engine.pytorch as te  # type: ignore[import-not-found]
+    from transformer_engine.common.recipe import DelayedScaling  # type: ignore[import-not-found]
+
+    def layer() -> nn.Module:
+        made: nn.Module = te.LayerNormLinear(256, 512, params_dtype=torch.bfloat16)
+        return made
+
+    plain = trained(lambda: nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512)))
+    engine = trained(layer)
+    assert records(engine, Gemm) == records(plain, Gemm)
+    assert records(engine, Normalization) == records(plain, Normalization)
+    eight = trained(layer, context=lambda: te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()))
+    assert len(records(eight, ScaledGemm)) == 3 and not records(eight, Gemm)
+    whole = trained(lambda: te.TransformerLayer(256, 1024, 4, params_dtype=torch.bfloat16, attn_input_format="bshd"))
+    assert [each.kernel for each in records(whole, Attention)] == ["cudnn", "cudnn"]
+
+
+def test_apex_updates_in_one_pass(told: list[str]):
+    from apex.optimizers import FusedAdam  # type: ignore[import-not-found]
+
+    def model() -> nn.Module:
+        return nn.Linear(256, 256, bias=False)
+
+    (fused,) = records(trained(model, FusedAdam), OptimizerStep)
+    *_, own = records(trained(model, lambda given: torch.optim.AdamW(given, fused=True)), OptimizerStep)
+    assert (fused.elements, fused.tensors) == (own.elements, own.tensors)
+    # States of 32 bits beside parameters of 16: two more for each of the two that are read and written.
+    assert (fused.reads, fused.writes) == (own.reads + 2, own.writes + 2)
+
+
+def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
+    modules = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES
+    small = modules["bitsandbytes.optim"]["AdamW8bit"]
+    graph = trained(lambda: nn.Linear(256, 256, bias=False), small)
+    (update,) = [task for task in graph.tasks if task.name == "package::optimizer_update_8bit_blockwise"]
+    moved = sum(each.read_bytes + each.write_bytes for each in update.operators)
+    scales = 2 * 4 * 256
+    assert moved == pytest.approx(256 * 256 * (2 + 2 * 2 + 2 * 2) + 2 * scales, rel=0.01)
+    four = trained(lambda: modules["bitsandbytes.nn"]["Linear4bit"](256, 256, bias=False))
+    assert [task.name for task in four.tasks].count("package::dequantize_4bit") == 2
+    assert len(records(four, Gemm)) == 2  # the frozen weight has no gradient
+
+
+def test_layers_of_state_spaces_are_scans(told: list[str]):
+    from mamba_ssm import Mamba, Mamba2  # type: ignore[import-not-found]
+
+    for kind, name in ((Mamba, "scan::selective"), (Mamba2, "scan::linear_attention")):
+        names = [task.name for task in trained(lambda kind=kind: kind(256)).tasks]
+        assert {name, f"{name}_backward", "scan::causal_conv"} <= set(names)
+
+
+def test_kernels_of_the_hub_are_those_of_flash_attention(told: list[str]):
+    hub = import_module("e2e.capture.cuda_packages.kernels_hub")
+    assert hub.get_kernel("kernels-community/flash-attn3").flash_attn_func.__name__ == "flash3_func"
+    with pytest.raises(ModelError, match="the kernel someone/activation is not stood in for"):
+        hub.get_kernel("someone/activation")
+
+
+@pytest.mark.parametrize("package", [each for each in PACKAGES if each not in ("bitsandbytes", "kernels")])
+def test_every_module_of_a_stand_in_can_be_imported(told: list[str], package: str):
+    for name, exports in modules_of(package).items():
+        module = import_module(name)
+        assert all(getattr(module, each) is value for each, value in exports.items())
+    assert metadata.version(package) == PACKAGES[package][1]
+
+
+def test_stand_ins_are_gone_afterwards():
+    with cuda_packages(lambda line: None):
+        import flash_attn
+    assert "flash_attn" not in sys.modules and flash_attn.__version__
+
+
+def said(code: str) -> str | None:
+    try:
+        exec(compile(code, "train.py", "exec"), {})
+    except ImportError as error:
+        return missing_package(error, traceback.extract_tb(error.__traceback__))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("\nimport strange_cuda_ops", "train.py:2: imports strange_cuda_ops, which is not installed here"),
+        (
+            "import strange_cuda_ops",
+            "put a strange_cuda_ops.py with these functions, written with torch, on PYTHONPATH",
+        ),
+        ("import unsloth", "train.py:1: imports unsloth, which is not predicted: it rewrites models"),
+        ("import liger_kernel", "needs no GPU: pip install --no-deps liger-kernel"),
+        ("from flash_attn import nothing", "train.py:1: imports nothing of flash_attn, which the stand-in"),
+        ("import flash_attn.models.gpt", "imports flash_attn.models, which the stand-in for flash_attn"),
+    ],
+)
+def test_other_packages_are_named_with_what_to_do(told: list[str], code: str, line: str):
+    if find_spec(code.split()[1].partition(".")[0]) is not None and "flash_attn" not in code:
+        pytest.skip("it is installed")
+    found = said(code)
+    assert found is not None and line in found

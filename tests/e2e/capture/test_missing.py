@@ -1,0 +1,277 @@
+"""What a program reads and this machine lacks: weights, tokenizers, data sets; loaders; the GPU that is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from costmodel.base.errors import ModelError
+from e2e.capture.environment import pretend_gpu
+from e2e.capture.imports import patched_imports
+from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.loaders import loaders_without_workers
+from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
+from e2e.capture.missing.weights import weights_not_read
+from e2e.capture.models.hub_names import published, published_parts
+from e2e.capture.stand_ins import driver_tools
+from e2e.commands.e2e_api import predict
+from e2e.step.options import SeenGpu
+
+# Packages that CI lacks, as small as what a program of the tests uses of them.
+DATASETS = """
+from .load import load_dataset
+
+
+class Value:
+    def __init__(self, kind):
+        self.kind = kind
+
+
+class ClassLabel:
+    def __init__(self, names):
+        self.names = names
+
+
+class Features(dict):
+    pass
+
+
+class DatasetDict(dict):
+    def map(self, function, batched):
+        return DatasetDict({name: each.map(function) for name, each in self.items()})
+
+
+class Dataset:
+    def __init__(self, rows):
+        self.rows = rows
+
+    @classmethod
+    def from_dict(cls, columns, features):
+        assert set(columns) == set(features)
+        return cls([dict(zip(columns, row)) for row in zip(*columns.values())])
+
+    def map(self, function):
+        columns = {name: [row[name] for row in self.rows] for name in self.rows[0]}
+        found = function(columns)
+        return Dataset([{**row, **{name: found[name][at] for name in found}} for at, row in enumerate(self.rows)])
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        return self.rows[at]
+"""
+LOAD = """
+def load_dataset(path, name=None, **options):
+    raise ConnectionError(f"{path} is on the hub")
+"""
+
+TUNING = """
+import sys
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+name, data = sys.argv[1:3]
+tokenizer = AutoTokenizer.from_pretrained(name)
+rows = load_dataset("nyu-mll/glue", data).map(lambda row: tokenizer(row["sentence"], truncation=True), batched=True)
+
+
+def collated(batch):
+    kept = [{key: row[key] for key in ("input_ids", "attention_mask", "label")} for row in batch]
+    return DataCollatorWithPadding(tokenizer)(kept)
+
+
+loader = torch.utils.data.DataLoader(
+    rows["train"], 16, shuffle=True, collate_fn=collated, num_workers=2, pin_memory=True, persistent_workers=True
+)
+model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, num_hidden_layers=2)
+assert next(model.parameters()).dtype is torch.float32 and not model.training
+model.train().to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+state = torch.load("checkpoint.pt", map_location="cuda")
+model.load_state_dict(state["model"])
+for epoch in range(state["epoch"] + 1, 10):
+    for batch in loader:
+        loss = model(**{key: value.to("cuda") for key, value in batch.items()}).loss
+        assert not torch.isnan(loss) and loss == loss and loss.cpu() > 0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("program")
+    (found / "datasets").mkdir()
+    (found / "datasets" / "__init__.py").write_text(DATASETS, encoding="utf-8")
+    (found / "datasets" / "load.py").write_text(LOAD, encoding="utf-8")
+    (found / "tune.py").write_text(TUNING, encoding="utf-8")
+    return found
+
+
+def run(folder: Path, *arguments: str, **options: object) -> object:
+    return predict(command=("python", "tune.py", *arguments), folder=folder, gpu="h100-sxm", **options)
+
+
+def test_a_program_of_names_of_the_hub_runs_without_its_files(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    found = run(folder, "google-bert/bert-base-cased", "sst2", data="synthetic")
+    assert found.throughput.samples == 16
+    said = "\n".join(found.notes)
+    assert "glue sst2: not here, 2,048 rows of sentence (53 characters)" in said
+    assert "one token of 28,996 for 4 characters" in said
+    assert "BertForSequenceClassification by its configuration, weights not read" in said
+    assert "checkpoint.pt is not there" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "said"),
+    [
+        (("nobody/knows-it", "sst2"), "synthetic", r"tune.py:\d+: asks the hub for nobody/knows-it.*hf download"),
+        (("google-bert/bert-base-cased", "strange"), "synthetic", "its columns are not known; put some rows of it"),
+    ],
+)
+def test_what_is_not_known_is_named_with_what_to_give(
+    folder: Path, arguments: tuple[str, ...], data: str, said: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match=said):
+        run(folder, *arguments, data=data)
+
+
+def test_names_of_the_hub_share_configurations_with_presets() -> None:
+    assert published("meta-llama/Meta-Llama-3-8B-Instruct")["vocab_size"] == 128256
+    assert published("Qwen/Qwen2.5-0.5B-Instruct")["hidden_size"] == 896
+    assert published("gpt2-xl")["n_layer"] == 48
+    assert published("TinyLlama/TinyLlama-1.1B-Chat-v1.0")["num_hidden_layers"] == 22
+    assert published("nobody/knows-it") is None
+    assert published_parts("CompVis/stable-diffusion-v1-4")["unet"]["cross_attention_dim"] == 768
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B"])
+def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = published(name)
+    size = write_tokenizer(config, tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert len(tokenizer) == size == transformers.AutoConfig.for_model(**config).vocab_size
+    plain = tokenizer("word" * 10, add_special_tokens=False)["input_ids"]
+    assert len(plain) == 10 and not set(plain) & set(tokenizer.all_special_ids)
+    marks = len(tokenizer("word" * 10)["input_ids"]) - 10
+    assert marks == {"bert": 2, "t5": 1}.get(config["model_type"], 0)
+    assert len(tokenizer("word" * 900, truncation=True, max_length=128)["input_ids"]) == 128
+    assert "assistant" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "word"}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_an_encoding_gives_a_token_for_four_characters() -> None:
+    encoding = Encoding("gpt2", 50257)
+    assert len(encoding.encode_ordinary("word" * 5)) == 5 and max(encoding.encode("word")) < encoding.n_vocab
+    assert encoding.eot_token == 50256
+
+
+def test_the_hub_prefers_what_is_there(tmp_path: Path) -> None:
+    real = tmp_path / "cache" / "models--gpt2" / "snapshots" / "1"
+    real.mkdir(parents=True)
+    (real / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 3}), encoding="utf-8")
+    hub = Hub(tmp_path / "hub")
+    hub.link(tmp_path / "cache")
+    assert hub.config("gpt2")["n_layer"] == 3
+    assert hub.config("gpt2-xl")["n_layer"] == 48
+    assert hub.config("nobody/knows-it") == {} and hub.unknown == ["nobody/knows-it"]
+    assert hub.file("gpt2-xl", "model.safetensors").endswith("model.safetensors")
+
+
+@contextmanager
+def no_weights(tmp_path: Path, notes: list[str]) -> Iterator[None]:
+    with weights_not_read(Hub(tmp_path), notes.append):
+        yield
+
+
+def test_a_checkpoint_that_is_not_there_stands_for_any_state(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with no_weights(tmp_path, notes):
+        state = torch.load(tmp_path / "none.pt", weights_only=False)
+        module = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(module.parameters())
+        module.load_state_dict(state["model"], strict=True)
+        optimizer.load_state_dict(state["optimizer"])
+        assert state["epoch"] + 1 == 1 and max(1.5, state["best"]) == 1.5 and list(state.items()) == []
+        with pytest.raises(ModelError, match="none.pt is not there and add needs its values"):
+            torch.add(torch.ones(1), state["rows"])
+        torch.save({"a": torch.ones(2)}, tmp_path / "there.pt")
+        assert torch.load(tmp_path / "there.pt", map_location="cuda:0")["a"].device.type == "meta"
+    assert any("none.pt" in line for line in notes)
+
+
+def test_loaders_with_workers_start_none() -> None:
+    class Parts(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            told = torch.utils.data.get_worker_info()
+            yield from range(told.id, 4, told.num_workers)
+
+    seen: list[int] = []
+    with loaders_without_workers():
+        loader = torch.utils.data.DataLoader(
+            Parts(), 2, num_workers=3, worker_init_fn=seen.append, persistent_workers=True, timeout=9
+        )
+        for _ in range(2):
+            assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
+    assert seen == [0] and loader.num_workers == 3 and torch.utils.data.get_worker_info() is None
+
+
+def test_a_library_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_library.py").write_text("first = second = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with ExitStack() as stack:
+        for name in ("first", "second"):
+            stack.enter_context(patched_imports({"late_library": lambda module, name=name: [(module, name, 2)]}))
+        late_library = import_module("late_library")
+        assert late_library.first == late_library.second == 2
+    assert late_library.first == late_library.second == 1
+
+
+@pytest.fixture
+def gpu() -> SeenGpu:
+    return SeenGpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, 132, 50 << 20)
+
+
+def test_the_gpu_has_random_numbers_memory_and_a_default_device(gpu: SeenGpu) -> None:
+    with pretend_gpu(lambda: None, gpu):
+        generator = torch.Generator("cuda")
+        assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+        assert generator.manual_seed(1) is generator and generator.device.type == "cuda"
+        assert torch.Generator().device.type == "cpu" and torch.Generator | None
+        torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == torch.accelerator.max_memory_allocated() == 0
+        properties = torch.cuda.get_device_properties(0)
+        assert (properties.total_memory, properties.multi_processor_count) == (80 << 30, 132)
+        torch.set_default_device("cuda")
+        try:
+            assert torch.zeros(2).device.type == "meta" and torch.get_default_device().type == "cuda"
+        finally:
+            torch.set_default_device(None)
+
+
+def test_nvidia_smi_answers_queries(gpu: SeenGpu, tmp_path: Path) -> None:
+    with driver_tools(gpu, 2, tmp_path):
+        asked = "nvidia-smi --query-gpu=index,name,memory.total --format=csv"
+        lines = subprocess.run(asked, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
+        short = subprocess.check_output(asked + ",noheader,nounits -i 1", shell=True, text=True).splitlines()
+    assert lines == [
+        "index, name, memory.total [MiB]",
+        "0, NVIDIA H100 80GB HBM3, 81920 MiB",
+        "1, NVIDIA H100 80GB HBM3, 81920 MiB",
+    ]
+    assert short == ["1, NVIDIA H100 80GB HBM3, 81920"]
