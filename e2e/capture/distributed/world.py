@@ -330,6 +330,7 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return new_group(ranks, timeout, None, *args, **more)
 
     yield dist, "get_backend", lambda group=None: "nccl"
+    yield c10d, "_set_pg_timeout", lambda timeout, group=None: None
     made = AsyncCollectiveTensor.__new__
 
     def make(kind: type, *args: Any, **kwargs: Any) -> Any:
