@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from costmodel.base.errors import ModelError
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_job
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.launcher import parse_command
@@ -29,8 +31,9 @@ for _ in range(10):
 
 def captured(folder: Path, program: str, command: str, gpus: int) -> DistributedCapture:
     (folder / "train.py").write_text(program, encoding="utf-8")
-    ranks = ProgramRanks(parse_command(command.split(), folder), StepOptions(attention="flash"), folder)
-    return capture_job(ranks, gpus, 8)
+    launch = parse_command(command.split(), folder)
+    with closing(ProgramRanks(launch, StepOptions(attention="flash"), folder)) as ranks:
+        return capture_job(ranks, gpus, 8)
 
 
 def names(trace: OperatorTrace) -> Counter[str]:
@@ -85,6 +88,14 @@ def after():
     found = captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
     assert found.multiplicity == {0: 1, 1: 1}
     assert [(names(trace)["c10d::send"], names(trace)["c10d::recv_"]) for trace in found.traces] == [(1, 0), (0, 1)]
+
+
+def test_a_rank_that_waits_in_vain_is_named(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+dist.recv_object_list([None], 1 - dist.get_rank())"""
+    with pytest.raises(ModelError, match="waits for an object from rank [01], which never sends one"):
+        captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
 
 
 @pytest.mark.parametrize("start", ["spawn(work, (ranks,), ranks)", "Process"])
