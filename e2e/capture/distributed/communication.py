@@ -210,6 +210,8 @@ class Communication:
         else:
             result = func(*args, **kwargs)
             inputs = (result, source)
+            if short == "all_to_all_single":
+                _exchange_known(result, source)
         attributes: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": True}
         attributes |= _splits(given)
         self._record(f"{EAGER}{BELOW_FUNCTIONAL[short]}", inputs, (result,), attributes)
