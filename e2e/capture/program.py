@@ -318,7 +318,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
-        stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch)))
+        stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())

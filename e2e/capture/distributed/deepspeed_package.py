@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from email.message import Message
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,17 +26,24 @@ from e2e.capture.distributed.zero import ZeroOptimizer
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
 
+Note = Callable[[str], object]
+
 VERSION = "0.19.0"
 # Bytes of files in which the name of DeepSpeed is looked for.
 LONGEST = 1 << 20
 
 
 @contextmanager
-def deepspeed_package(recorder: Recorder, named: bool) -> Iterator[None]:
+def deepspeed_package(recorder: Recorder, named: bool, note: Note) -> Iterator[None]:
     """Context in which ``deepspeed`` is the stand-in. ``named``: libraries find it among the installed packages, as
     where the command names DeepSpeed.
     """
-    finder = _Finder(partial(initialize, recorder))
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        note("deepspeed cannot run without a GPU: stood in for, its engine by its configuration")
+        return initialize(recorder, *args, **kwargs)
+
+    finder = _Finder(start)
     with ExitStack() as stack:
         sys.meta_path.insert(0, finder)
         stack.callback(sys.meta_path.remove, finder)

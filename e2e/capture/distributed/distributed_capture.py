@@ -134,7 +134,7 @@ def _prepared(
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
         stack.enter_context(patched_libraries(recorder))
-        stack.enter_context(deepspeed_package(recorder, named=False))
+        stack.enter_context(deepspeed_package(recorder, named=False, note=lambda line: None))
         yield recorder, partial(make_workload, script.script, script.parameters)
 
 
