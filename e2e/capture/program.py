@@ -272,6 +272,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
     recorder = Recorder({})
     recorder.enabled = False
     recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.noting_lines = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []
 

@@ -8,6 +8,7 @@ of their checks, resizing and votes.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
@@ -153,6 +155,10 @@ def _fsdp2_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     params = import_module("torch.distributed.fsdp._flat_param")
+    first = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    yield first, "__init__", _without_offload(first.__init__)
+    # Parameters are moved for a checkpoint only.
+    yield params.FlatParamHandle, "flat_param_to", lambda self, *args, **kwargs: None
     yield params, "_same_storage", _shares_memory
     yield params, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     for name in ("_free_storage", "_alloc_storage"):
@@ -187,6 +193,16 @@ def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
         return infer(self, schema)
 
     return inferred
+
+
+def _without_offload(construct: Callable[..., None]) -> Callable[..., None]:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("cpu_offload", args[3] if len(args) > 3 else None)
+        if given is True or getattr(given, "offload_params", False):
+            raise ModelError("FSDP's offload of parameters to the CPU is not modelled; leave cpu_offload out")
+        construct(self, *args, **kwargs)
+
+    return functools.wraps(construct)(checked)
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
