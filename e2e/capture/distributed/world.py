@@ -159,6 +159,8 @@ def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield first, "__init__", _without_offload(first.__init__)
     # Parameters are moved for a checkpoint only.
     yield params.FlatParamHandle, "flat_param_to", lambda self, *args, **kwargs: None
+    saving = import_module("torch.distributed.fsdp._optim_utils")
+    yield saving, "_get_pg_default_device", lambda group=None: torch.device("cuda")
     yield params, "_same_storage", _shares_memory
     yield params, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     for name in ("_free_storage", "_alloc_storage"):

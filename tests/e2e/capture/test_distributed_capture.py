@@ -407,6 +407,7 @@ def test_sharding_strategies_of_the_first_version_of_fsdp(tmp_path):
     assert found("SHARD_GRAD_OP", half) == [*((kind, size // 2) for kind, size in once), *scattered]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
 def test_fsdp_saves_checkpoints_and_refuses_to_offload(tmp_path):
     from_cpu = "cpu_offload=torch.distributed.fsdp.CPUOffload(True))"
     with pytest.raises(ModelError, match="offload of parameters to the CPU is not modelled"):
