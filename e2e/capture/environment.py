@@ -186,6 +186,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        (torch.version, "cuda", "13.0"),
         (torch.cuda, "synchronize", lambda device=None: synchronized()),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "set_device", lambda device: None),
@@ -211,6 +212,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
         (torch.cuda, "make_graphed_callables", _refuse_graphs),
+        (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
         *_data_parallel_patches(),
         *_accelerator_patches(),
         # Called only by recurrent layers, which would otherwise flatten their weights once.

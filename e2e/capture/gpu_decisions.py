@@ -337,7 +337,7 @@ def attention(
     alike = value.shape[-1] == query.shape[-1]
     fits = half and alike and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM
     allowed = _allowed_backends()
-    if len(allowed) < len(_BACKENDS):
+    if len(allowed) < len(_BACKENDS) and type(query) in PLAIN_TENSORS:  # sharded ones have operators of their own
         suited = {"flash": fits, "cudnn": half and alike and query.shape[-1] <= CUDNN_HEAD_DIM}
         chosen = next((name for name in allowed if suited.get(name, True)), None)
         if chosen is None:

@@ -8,13 +8,17 @@ Launchers are read by their own parsers, where they are installed, so that their
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 from costmodel.base.errors import InputError
 
@@ -80,9 +84,22 @@ def _parsed(words: list[str]) -> Launch:
         return _LAUNCHERS[name](rest)
     if name.endswith(".py"):
         return Launch(words[0], tuple(rest))
+    script = _console_script(words[0])
+    if script is not None:
+        return Launch(script, tuple(rest))
     raise InputError(
         f"{words[0]}: not a known launcher; start the command with python, {', '.join(_LAUNCHERS)} or a .py file"
     )
+
+
+def _console_script(name: str) -> str | None:
+    """Return the file of the installed command ``name`` (``litgpt``) if it is a Python program."""
+    found = shutil.which(name)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        first = file.readline(200)
+    return found if first.startswith(b"#!") and b"python" in first else None
 
 
 def _of_python(words: list[str]) -> Launch:
@@ -127,15 +144,37 @@ def _of_accelerate_launch(words: list[str]) -> Launch:
         raise InputError("accelerate launch: the package accelerate is not installed here; pip install accelerate")
     launch = import_module("accelerate.commands.launch")
     read = _read("accelerate launch", launch.launch_command_parser(), words)
-    environment = {}
-    if read.mixed_precision:
-        environment["ACCELERATE_MIXED_PRECISION"] = read.mixed_precision
-    if read.gradient_accumulation_steps and int(read.gradient_accumulation_steps) > 1:
-        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(read.gradient_accumulation_steps)
+    given = read.num_processes
+    logging.disable(logging.WARNING)  # of defaults for the GPUs of this machine
+    try:
+        read, file, precision_of_file = launch._validate_launch_command(read)
+        environment = _accelerate_environment(read, file, precision_of_file)
+    except (ValueError, OSError) as error:
+        raise InputError(f"accelerate launch: {error}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    count = given or (file.num_processes if file is not None else None)
     nodes = read.num_machines or 1
-    processes = read.num_processes // nodes if read.num_processes else None
+    processes = count // nodes if count else None
     arguments = tuple(read.training_script_args)
     return Launch(read.training_script, arguments, read.module, processes, nodes, environment, "accelerate")
+
+
+def _accelerate_environment(read: Any, file: Any, precision_of_file: bool) -> dict[str, str]:
+    """Return what ``accelerate launch`` tells its processes; ``file``: its configuration, if there is one."""
+    utilities = import_module("accelerate.utils.launch")
+    read.num_processes = read.num_processes or 1
+    read.num_machines, read.machine_rank = read.num_machines or 1, read.machine_rank or 0
+    if read.use_deepspeed:
+        fields = [*(file.deepspeed_config if file is not None else ()), *["mixed_precision"] * precision_of_file]
+        read.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        _, environment = utilities.prepare_deepspeed_cmd_env(read)
+    elif read.multi_gpu or read.use_fsdp or read.num_processes > 1:
+        environment = utilities.prepare_multi_gpu_env(read)
+    else:
+        _, environment = utilities.prepare_simple_launcher_cmd_env(read)
+    own = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
+    return {name: value for name, value in environment.items() if name.startswith(own)}
 
 
 def _of_deepspeed(words: list[str]) -> Launch:
@@ -173,6 +212,42 @@ def _of_fabric(words: list[str]) -> Launch:
     return Launch(read.training_script, arguments, False, int(read.devices), read.num_nodes, environment, "fabric")
 
 
+def _of_tune(words: list[str]) -> Launch:
+    """Parse ``tune run [OPTIONS OF TORCHRUN] RECIPE --config CONFIG ...`` of torchtune, which knows both by name."""
+    if words[:1] != ["run"]:
+        raise InputError(f"tune {' '.join(words[:1])}: only `tune run` starts a program")
+    if find_spec("torchtune") is None:
+        raise InputError("tune run: the package torchtune is not installed here; pip install torchtune")
+    launch = _of_torchrun(words[1:])
+    alone = words[1:2] == [launch.program]
+    place = Path(str(find_spec("torchtune").origin)).parent  # type: ignore[union-attr]
+    recipes, configs = _torchtune_names(place / "_recipe_registry.py")
+    arguments = list(launch.arguments)
+    if "--config" not in arguments[:-1]:
+        raise InputError("tune run: give --config")
+    where = arguments.index("--config") + 1
+    folder = place.parent / "recipes"
+    if arguments[where] in configs:
+        arguments[where] = str(folder / "configs" / configs[arguments[where]])
+    known = launch.program in recipes
+    program = str(folder / recipes[launch.program]) if known else launch.program.removesuffix(".py").replace("/", ".")
+    processes = None if alone else launch.processes
+    return Launch(program, tuple(arguments), not known, processes, launch.nodes, launcher="" if alone else "tune run")
+
+
+def _torchtune_names(registry: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the files of recipes and of configurations, by name, from torchtune's list of them."""
+    spec = spec_from_file_location("torchtune_recipe_registry", registry)
+    if spec is None or spec.loader is None or not registry.is_file():
+        raise InputError("tune run: this torchtune has no list of recipes; give the recipe's file to torchrun")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its data classes look for their names
+    spec.loader.exec_module(module)
+    recipes = module.get_all_recipes()
+    files = {config.name: config.file_path for recipe in recipes for config in recipe.configs}
+    return {recipe.name: recipe.file_path for recipe in recipes}, files
+
+
 def _read(name: str, parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Parse a launcher's options; its complaints become ``InputError``."""
 
@@ -192,6 +267,7 @@ _LAUNCHERS: dict[str, Reader] = {
     "accelerate": _of_accelerate,
     "deepspeed": _of_deepspeed,
     "fabric": _of_fabric,
+    "tune": _of_tune,
 }
 _MODULES: dict[str, Reader] = {
     "torch.distributed.run": _of_torchrun,

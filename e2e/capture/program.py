@@ -14,6 +14,7 @@ import os
 import pickle
 import runpy
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,8 @@ from costmodel.base.errors import InputError, ModelError
 from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
-from e2e.capture.distributed.communication import Communication, Mailbox
+from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
+from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
@@ -54,6 +56,8 @@ from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
 _end_process = os._exit
+# Between two looks whether another process has answered.
+PAUSE_SECONDS = 0.05
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
 # Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
@@ -67,7 +71,7 @@ class ProgramJob:
     launch: Launch
     options: StepOptions
     place: RankPlace
-    mailbox: Mailbox
+    mailbox: Parcels
     # True if data that are not there are made up.
     made_up: bool = False
 
@@ -263,9 +267,8 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | WaitingRank], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step, or with what it waits for, and
-    does not return.
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
 
     ``scratch``: folder for files that the program must not find later.
     """
@@ -320,15 +323,29 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Wa
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
+        stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
-        try:  # before the job is taken down
-            with reporting(launch.title):
-                _start(launch, hub)
-                finder.at_end()
-        except NotYetSent as wait:
-            answer(WaitingRank(wait, job.mailbox))
+        job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
+        with reporting(launch.title):  # before the job is taken down
+            _start(launch, hub)
+            finder.at_end()
+
+
+def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:
+    """Tell the process that started this one that its rank waits, and return all objects sent when it answers."""
+    asked, parcels, parent = scratch / "waiting", scratch / "parcels", os.getppid()
+    (scratch / "unfinished").write_bytes(pickle.dumps(WaitingRank(wait, mailbox)))
+    (scratch / "unfinished").replace(asked)
+    while not parcels.exists():
+        if os.getppid() != parent:
+            _end_process(1)
+        recorder.called += 1  # it is not stuck
+        time.sleep(PAUSE_SECONDS)
+    sent = pickle.loads(parcels.read_bytes())
+    parcels.unlink()
+    return sent
 
 
 def _samples(recorder: Recorder) -> int | None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -20,7 +21,7 @@ from e2e.capture.distributed.distributed_capture import CapturedRank, Distribute
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import Evaluation, FoundStep, ProgramJob, WaitingRank
+from e2e.capture.program import PAUSE_SECONDS, Evaluation, FoundStep, ProgramJob, WaitingRank
 from e2e.step.options import StepOptions
 
 # Bytes of a program's output that are shown.
@@ -42,6 +43,8 @@ class ProgramRanks:
     found: dict[int, FoundStep] = field(default_factory=dict)
     # Work of the first rank of each kind.
     kinds: list[RankWork] = field(default_factory=list)
+    # Processes of ranks that wait for an object.
+    waiting: dict[int, RankProcess] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -57,13 +60,27 @@ class ProgramRanks:
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
         if place.rank not in self.found:
-            job = ProgramJob(self.launch, self.options, place, Parcels(dict(mailbox.sent)), self.made_up)
-            found = run_rank(job, self.folder)
+            process = self.waiting.pop(place.rank, None)
+            if process is None:
+                job = ProgramJob(self.launch, self.options, place, Parcels(dict(mailbox.sent)), self.made_up)
+                process = RankProcess(job, self.folder)
+            else:
+                process.deliver(mailbox)
+            found = process.result()
             mailbox.merge(place.rank, found.mailbox)
             if isinstance(found, WaitingRank):
+                if _free_memory() > RANK_BYTES:
+                    self.waiting[place.rank] = process
+                else:
+                    process.end()  # and to be started again
                 raise found.wait
             self.found[place.rank] = replace(found, rank=replace(found.rank, signature=self._kind(found.rank)))
         return self.found[place.rank].rank
+
+    def close(self) -> None:
+        """End processes that wait in vain."""
+        while self.waiting:
+            self.waiting.popitem()[1].end()
 
     def _kind(self, rank: CapturedRank) -> RankSignature:
         work = work_of(rank.trace.calls)
@@ -92,35 +109,64 @@ def _free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_rank(job: ProgramJob, folder: Path) -> FoundStep | WaitingRank:
-    """Run ``job`` in a new process, started in ``folder``, whose output goes to standard error.
+class RankProcess:
+    """Process that runs ``job``, started in ``folder``, whose output goes to standard error."""
 
-    Raise the error that ended the program; ``ModelError`` if its process was ended from outside.
-    """
-    with tempfile.TemporaryDirectory(prefix="e2e-program-") as scratch:
-        request, answer = Path(scratch, "job"), Path(scratch, "answer")
+    def __init__(self, job: ProgramJob, folder: Path) -> None:
+        self._title = job.launch.title
+        self._scratch = tempfile.TemporaryDirectory(prefix="e2e-program-")
+        self._place = Path(self._scratch.name)
+        request, self._answer = self._place / "job", self._place / "answer"
         request.write_bytes(pickle.dumps(job))
         # The project is importable in the program's folder too, from wherever it was imported here.
         roots = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
-        command = [sys.executable, "-P", "-m", "e2e.capture", str(request), str(answer)]
-        process = subprocess.Popen(
+        command = [sys.executable, "-P", "-m", "e2e.capture", str(request), str(self._answer)]
+        self._process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        assert process.stdout is not None
-        Thread(target=_show, args=(process.stdout,), daemon=True).start()
+        assert self._process.stdout is not None
+        Thread(target=_show, args=(self._process.stdout,), daemon=True).start()
+
+    def result(self) -> FoundStep | WaitingRank:
+        """Return the step, or what the rank waits for meanwhile.
+
+        Raise the error that ended the program; ``ModelError`` if its process was ended from outside.
+        """
+        asked = self._place / "waiting"
         try:
-            status = process.wait()
-        finally:
-            _end(process)
-        if not answer.exists():
-            raise ModelError(f"{job.launch.title}: its process ended without an answer, with status {status}")
-        found = pickle.loads(answer.read_bytes())
-    if isinstance(found, BaseException):
-        raise found
-    assert isinstance(found, (FoundStep, WaitingRank))
-    return found
+            while not asked.exists():
+                with suppress(subprocess.TimeoutExpired):
+                    return self._ended(self._process.wait(PAUSE_SECONDS))
+        except BaseException:
+            self.end()
+            raise
+        found = pickle.loads(asked.read_bytes())
+        asked.unlink()
+        assert isinstance(found, WaitingRank)
+        return found
+
+    def _ended(self, status: int) -> FoundStep:
+        if not self._answer.exists():
+            raise ModelError(f"{self._title}: its process ended without an answer, with status {status}")
+        found = pickle.loads(self._answer.read_bytes())
+        if isinstance(found, BaseException):
+            raise found
+        assert isinstance(found, FoundStep)
+        self.end()
+        return found
+
+    def deliver(self, mailbox: Mailbox) -> None:
+        """Let the rank go on with the objects sent so far."""
+        unfinished = self._place / "sent"
+        unfinished.write_bytes(pickle.dumps(dict(mailbox.sent)))
+        unfinished.replace(self._place / "parcels")
+
+    def end(self) -> None:
+        """End the process and those that it has started, and remove its files."""
+        _end(self._process)
+        self._scratch.cleanup()
 
 
 def _show(output: IO[bytes]) -> None:

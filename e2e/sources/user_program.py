@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def prepare(request: Program) -> PreparedStep:
 
     def capture() -> tuple[DistributedCapture, tuple[str, ...], tuple[Evaluation, ...]]:
         ranks = ProgramRanks(launch, options, folder, request.data == "synthetic")
-        found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
+        with closing(ranks):
+            found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
         return found, ranks.told(found), ranks.evaluations(found)
 
     captured, told, evaluations = kept(_key(request, options, gpus), capture)

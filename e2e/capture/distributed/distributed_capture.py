@@ -30,6 +30,7 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError, Say
 from e2e.capture.distributed.communication import Communication, Mailbox
+from e2e.capture.distributed.deepspeed_package import deepspeed_package
 from e2e.capture.distributed.world import RankPlace, fake_world, patched_libraries
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting, tf32_switches
@@ -133,6 +134,7 @@ def _prepared(
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
         stack.enter_context(patched_libraries(recorder))
+        stack.enter_context(deepspeed_package(recorder, named=False, note=lambda line: None))
         yield recorder, partial(make_workload, script.script, script.parameters)
 
 

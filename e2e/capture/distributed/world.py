@@ -8,6 +8,7 @@ of their checks, resizing and votes.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
@@ -153,6 +155,12 @@ def _fsdp2_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     params = import_module("torch.distributed.fsdp._flat_param")
+    first = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    yield first, "__init__", _without_offload(first.__init__)
+    # Parameters are moved for a checkpoint only.
+    yield params.FlatParamHandle, "flat_param_to", lambda self, *args, **kwargs: None
+    saving = import_module("torch.distributed.fsdp._optim_utils")
+    yield saving, "_get_pg_default_device", lambda group=None: torch.device("cuda")
     yield params, "_same_storage", _shares_memory
     yield params, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     for name in ("_free_storage", "_alloc_storage"):
@@ -187,6 +195,16 @@ def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
         return infer(self, schema)
 
     return inferred
+
+
+def _without_offload(construct: Callable[..., None]) -> Callable[..., None]:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("cpu_offload", args[3] if len(args) > 3 else None)
+        if given is True or getattr(given, "offload_params", False):
+            raise ModelError("FSDP's offload of parameters to the CPU is not modelled; leave cpu_offload out")
+        construct(self, *args, **kwargs)
+
+    return functools.wraps(construct)(checked)
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -227,6 +245,11 @@ def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
             self._sharded_param_data = shard.view(-1)
 
     return reset_sharded_param
+
+
+def resized(recorder: Recorder) -> Callable[[torch.Tensor, int], None]:
+    """Return a function that sets the bytes of a tensor's memory, which ``recorder`` notes as freed or allocated."""
+    return _resized(recorder, lambda tensor, size: tensor.untyped_storage().resize_(size))
 
 
 def _resized(recorder: Recorder, function: Callable[..., None]) -> Callable[..., None]:
@@ -325,6 +348,7 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return new_group(ranks, timeout, None, *args, **more)
 
     yield dist, "get_backend", lambda group=None: "nccl"
+    yield c10d, "_set_pg_timeout", lambda timeout, group=None: None
     made = AsyncCollectiveTensor.__new__
 
     def make(kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +376,7 @@ def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "is_initialized", lambda: True
     yield torch.cuda, "device_count", lambda: min(place.gpus_per_node, place.world_size)
     yield torch.cuda, "current_device", lambda: local
-    yield torch.cuda.nccl, "version", lambda: (0, 0, 0)  # shown in messages
+    yield torch.cuda.nccl, "version", lambda: (2, 27, 5)  # shown in messages, asked for support of bfloat16
     yield torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()
 
 

@@ -407,6 +407,17 @@ def test_sharding_strategies_of_the_first_version_of_fsdp(tmp_path):
     assert found("SHARD_GRAD_OP", half) == [*((kind, size // 2) for kind, size in once), *scattered]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
+def test_fsdp_saves_checkpoints_and_refuses_to_offload(tmp_path):
+    from_cpu = "cpu_offload=torch.distributed.fsdp.CPUOffload(True))"
+    with pytest.raises(ModelError, match="offload of parameters to the CPU is not modelled"):
+        meetings_of_fsdp(tmp_path, f"model = {FIRST}{from_cpu}")
+    saved = """with FSDP.state_dict_type(model, torch.distributed.fsdp.StateDictType.FULL_STATE_DICT):
+    assert len(model.state_dict()) == 3"""
+    wrapped = f"model = {FIRST}use_orig_params=True)"
+    assert meetings_of_fsdp(tmp_path, f"{wrapped}\n{saved}") == meetings_of_fsdp(tmp_path, wrapped)
+
+
 def test_synchronised_batch_norm_exchanges_moments_and_their_gradients(tmp_path):
     body = """norm = torch.nn.SyncBatchNorm(4).cuda()
 def step():

@@ -64,3 +64,43 @@ def test_the_environment_before_the_program_is_its_own(folder: Path) -> None:
 def test_refusals(folder: Path, command: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         parse_command(command.split(), folder)
+
+
+def test_recipes_of_torchtune_are_known_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = """
+from dataclasses import dataclass, field
+
+@dataclass
+class Named:
+    name: str
+    file_path: str
+    configs: list = field(default_factory=list)
+
+def get_all_recipes():
+    return [Named("full_finetune_distributed", "full.py", [Named("llama/1B_full", "llama/1B_full.yaml")])]
+"""
+    for file, text in {
+        "torchtune/__init__.py": "",
+        "torchtune/_recipe_registry.py": registry,
+        "recipes/full.py": "",
+    }.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    command = "tune run --nproc_per_node 2 full_finetune_distributed --config llama/1B_full epochs=1"
+    launch = parse_command(command.split(), folder)
+    assert launch.program == str(folder / "recipes" / "full.py") and not launch.module and launch.gpus == 2
+    assert launch.arguments == ("--config", str(folder / "recipes" / "configs" / "llama" / "1B_full.yaml"), "epochs=1")
+    own = parse_command(["tune", "run", "my/recipe.py", "--config", "mine.yaml"], folder)
+    assert (own.program, own.module, own.arguments, own.gpus) == ("my.recipe", True, ("--config", "mine.yaml"), None)
+
+
+def test_installed_commands_that_are_python_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, first in (("trainer", "#!/usr/bin/python3"), ("tool", "#!/bin/sh")):
+        (folder / name).write_text(f"{first}\nprint()\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    launch = parse_command(["trainer", "pretrain", "--lr", "1"], folder)
+    assert (launch.program, launch.arguments) == (str(folder / "trainer"), ("pretrain", "--lr", "1"))
+    with pytest.raises(InputError, match="tool: not a known launcher"):
+        parse_command(["tool"], folder)

@@ -1,0 +1,144 @@
+"""DeepSpeed's engine by its configuration: what each ZeRO stage sends between ranks, and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture.distributed.deepspeed_package import names_deepspeed
+from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.launcher import Launch
+from e2e.lowering import unknown_operators
+from e2e.lowering.lower_trace import lower_ranks
+from e2e.step.execution_graph import RankGraph
+from e2e.step.options import StepOptions
+
+SCRIPT = """import argparse, json, torch
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.lr_schedules import WarmupLR
+
+def make_step():
+    deepspeed.init_distributed()
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    with deepspeed.zero.Init():
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(4)])
+    engine, optimizer, _, _ = deepspeed.initialize(
+        parser.parse_args([]), model, model_parameters=model.parameters(), config=CONFIG
+    )
+
+    def step():
+        for _ in range(engine.gradient_accumulation_steps()):
+            data = torch.randn(engine.train_micro_batch_size_per_gpu(), 64, device=engine.device)
+            data = data.bfloat16() if engine.bfloat16_enabled() else data
+            engine.backward(engine(data).float().mean())
+            engine.step()
+        assert engine.get_lr() == [0.001]
+
+    return engine, step
+"""
+LAYER, LAYERS, HALF, FLOAT = 64 * 64, 4, 2, 4
+
+
+def script(folder: Path, **config: Any) -> str:
+    given = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    } | config
+    (folder / "train.py").write_text(SCRIPT.replace("CONFIG", repr(given)), encoding="utf-8")
+    return f"{folder / 'train.py'}:make_step"
+
+
+def first_rank(folder: Path, **config: Any) -> RankGraph:
+    found = capture_distributed(script(folder, **config), 4)
+    return lower_ranks(found.traces, found.multiplicity, found.source, StepOptions()).graph.ranks[0]
+
+
+def meetings(folder: Path, stage: int, **config: Any) -> list[tuple[str, int]]:
+    zero = {"stage": stage, **config.pop("zero", {})}
+    rank = first_rank(folder, zero_optimization=zero, gradient_clipping=1.0, **config)
+    assert not unknown_operators(rank)
+    return [(c.kind, c.size_bytes) for task in rank.tasks if (c := task.collective) is not None]
+
+
+SUMMED = ("all_reduce", LAYERS * LAYER * HALF)
+NORM = ("all_reduce", FLOAT)
+GATHERED = ("all_gather", LAYERS * LAYER * HALF // 4)
+
+
+def test_stages_with_all_parameters_on_every_rank(tmp_path):
+    assert meetings(tmp_path, 0) == [SUMMED]
+    assert meetings(tmp_path, 1) == [SUMMED, NORM, GATHERED]
+    assert meetings(tmp_path, 2) == [SUMMED, NORM, GATHERED]
+    single = {"bf16": {"enabled": False}}
+    assert meetings(tmp_path, 1, **single) == [("all_reduce", 2 * SUMMED[1]), NORM, ("all_gather", 2 * GATHERED[1])]
+    assert meetings(tmp_path, 0, **single) == [("all_reduce", 2 * SUMMED[1])]
+
+
+def test_gradients_are_summed_in_buckets_and_accumulated(tmp_path):
+    bucket = {"reduce_bucket_size": 2 * LAYER, "overlap_comm": True}
+    half = ("all_reduce", SUMMED[1] // 2)
+    assert meetings(tmp_path, 2, zero=bucket) == [half, half, NORM, GATHERED]
+    twice = {"train_batch_size": 32, "gradient_accumulation_steps": 2}
+    assert meetings(tmp_path, 2, **twice) == [SUMMED, SUMMED, NORM, GATHERED]
+    assert meetings(tmp_path, 1, **twice) == [SUMMED, NORM, GATHERED]
+
+
+def test_parameters_in_parts_are_gathered_ahead_and_kept_for_soon(tmp_path):
+    """Layers of 4,096 elements lie below the threshold of persistence unless it is lowered."""
+    part = LAYER * HALF // 4
+    scattered = ("reduce_scatter", LAYERS * LAYER * HALF)
+    assert meetings(tmp_path, 3) == [scattered, NORM, *[("all_gather", part)] * LAYERS]
+    never = {"stage3_param_persistence_threshold": 0}
+    # The first layer by itself, then all others ahead of their use; they stay for the backward pass.
+    assert meetings(tmp_path, 3, zero=never) == [("all_gather", part), ("all_gather", 3 * part), scattered, NORM]
+    freed = never | {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    found = Counter(meetings(tmp_path, 3, zero=freed))
+    assert found == {("all_gather", part): 2 * LAYERS, scattered: 1, NORM: 1}
+
+
+def test_one_fused_kernel_updates_all_parts(tmp_path):
+    rank = first_rank(tmp_path, zero_optimization={"stage": 2})
+    assert [task.name for task in rank.tasks].count("aten::_fused_adamw_") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ModelError, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ModelError, "offload_param"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ModelError, "zero_quantized_weights"),
+        ({"optimizer": {"type": "OneBitAdam"}}, ModelError, "OneBitAdam is not captured; use Adam"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(tmp_path, config: dict[str, Any], error: type, message: str):
+    with pytest.raises(error, match=message):
+        first_rank(tmp_path, **config)
+
+
+@pytest.mark.parametrize(("config", "message"), [("'absent.json'", "absent.json: no such"), ("None", "without a conf")])
+def test_a_missing_configuration_is_named(tmp_path, config: str, message: str):
+    reference = script(tmp_path)
+    file = tmp_path / "train.py"
+    text = SCRIPT.replace("CONFIG", config)
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        capture_distributed(reference, 2)
+
+
+def test_libraries_find_the_package_where_the_command_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text("import torch", encoding="utf-8")
+    (tmp_path / "args.json").write_text('{"deepspeed": "zero2.json"}', encoding="utf-8")
+    assert names_deepspeed(Launch("plain.py", launcher="deepspeed"))
+    assert names_deepspeed(Launch("plain.py", ("--deepspeed", "zero2.json")))
+    assert names_deepspeed(Launch("plain.py", ("args.json",)))
+    assert names_deepspeed(Launch("plain.py", environment={"ACCELERATE_USE_DEEPSPEED": "true"}))
+    assert not names_deepspeed(Launch("plain.py", ("absent.json",)))

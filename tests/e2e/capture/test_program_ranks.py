@@ -1,0 +1,181 @@
+"""Ranks of programs run as they are: those that differ, those that wait for each other, those that a program starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from costmodel.base.errors import ModelError
+from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_job
+from e2e.capture.distributed.rank_work import RankWork, work_of
+from e2e.capture.launcher import parse_command
+from e2e.capture.program_process import ProgramRanks
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import StepOptions
+
+HEAD = """
+import os, torch
+import torch.distributed as dist
+"""
+LOOP = """
+for _ in range(10):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    after()
+    optimizer.step()
+"""
+
+
+def captured(folder: Path, program: str, command: str, gpus: int) -> DistributedCapture:
+    (folder / "train.py").write_text(program, encoding="utf-8")
+    launch = parse_command(command.split(), folder)
+    with closing(ProgramRanks(launch, StepOptions(attention="flash"), folder)) as ranks:
+        return capture_job(ranks, gpus, 8)
+
+
+def names(trace: OperatorTrace) -> Counter[str]:
+    return Counter(call.name for call in trace.calls)
+
+
+def test_ranks_that_update_different_numbers_of_parameters_are_told_apart(tmp_path):
+    """Six matrices are updated by four ranks in turn; all hold the same parameters."""
+    program = f"""{HEAD}
+assert not dist.is_initialized()
+dist.init_process_group("nccl")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+assert os.environ["LOCAL_RANK"] == str(rank) and torch.device(rank) == torch.device("cuda", rank)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(6)]).to(rank)
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    for number, parameter in enumerate(model.parameters()):
+        update = parameter.grad if number % ranks else parameter.grad
+        if number % ranks == rank:
+            for _ in range(3):
+                update = update @ update.T @ update
+        dist.broadcast(update, number % ranks)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4)
+    assert found.multiplicity == {0: 2, 2: 2}
+    products = [names(trace)["aten::mm"] for trace in found.traces]
+    assert products[0] - products[1] == 6  # of one matrix
+
+
+def test_stages_send_each_other_objects(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    dist.send_object_list([{{"width": 64}}], 1)
+    answer = [None]
+    dist.recv_object_list(answer, 1)
+    width = answer[0]
+else:
+    given = [None]
+    dist.recv_object_list(given, 0)
+    dist.send_object_list([given[0]["width"]], 0)
+    width = given[0]["width"]
+model = torch.nn.Linear(width, width).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    data = torch.empty(4, 64, device="cuda")
+    dist.send(data, 1) if rank == 0 else dist.recv(data, 0)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
+    assert found.multiplicity == {0: 1, 1: 1}
+    assert [(names(trace)["c10d::send"], names(trace)["c10d::recv_"]) for trace in found.traces] == [(1, 0), (0, 1)]
+
+
+def test_a_rank_that_waits_in_vain_is_named(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+dist.recv_object_list([None], 1 - dist.get_rank())"""
+    with pytest.raises(ModelError, match="waits for an object from rank [01], which never sends one"):
+        captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
+
+
+@pytest.mark.parametrize("start", ["spawn(work, (ranks,), ranks)", "Process"])
+def test_ranks_that_a_program_starts_itself(tmp_path, start: str):
+    processes = """processes = [torch.multiprocessing.Process(target=work, args=(rank, ranks)) for rank in range(ranks)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()"""
+    started = processes if start == "Process" else f"torch.multiprocessing.{start}"
+    program = f"""{HEAD}
+def work(rank, ranks):
+    os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}}
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to(rank), [rank])
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    ranks = torch.cuda.device_count()
+    {started}
+"""
+    found = captured(tmp_path, program, "python train.py", 2)
+    assert found.multiplicity == {0: 2}
+    assert names(found.traces[0])["c10d::allreduce_"] == 1
+
+
+def test_a_process_group_of_one_gpu(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl", rank=0, world_size=1)
+from torch.distributed.fsdp import FullyShardedDataParallel
+model = FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=0)
+optimizer = torch.optim.SGD(model.parameters())
+after = lambda: model.clip_grad_norm_(1.0)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 1 train.py", 1)
+    assert found.multiplicity == {0: 1} and names(found.traces[0])["aten::addmm"] == 1
+
+
+def test_deepspeed_by_its_launcher(tmp_path):
+    program = """
+import argparse, torch, deepspeed
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+args = deepspeed.add_config_arguments(parser).parse_args()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(inplace=True), torch.nn.Linear(64, 64))
+engine, *_ = deepspeed.initialize(args, model, torch.optim.AdamW(model.parameters()), config=args.deepspeed_config)
+for _ in range(10):
+    loss = engine(torch.randn(4, 64, device=engine.device, dtype=torch.bfloat16)).sum()
+    engine.backward(loss)
+    engine.step()
+"""
+    (tmp_path / "zero.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}',
+        encoding="utf-8",
+    )
+    command = "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config zero.json"
+    found = captured(tmp_path, program, command, 2)
+    assert found.multiplicity == {0: 2}
+    assert names(found.traces[0])["c10d::_reduce_scatter_base_"] == 1
+
+
+def work(**elements: int) -> RankWork:
+    return RankWork(Counter(elements), Counter())
+
+
+def test_work_is_alike_up_to_uneven_parts_and_apart_by_its_collectives():
+    assert work(mm=10_000).is_like(work(mm=10_000, item=90))
+    assert not work(mm=10_000).is_like(work(mm=9_000))
+    assert not work(mm=10_000).is_like(work(bmm=10_000))
+    reduced = RankWork(Counter(mm=10_000), Counter({"c10d::allreduce_": 1}))
+    assert not work(mm=10_000).is_like(reduced)
+
+
+def test_work_counts_elements_on_the_gpu_only():
+    def tensor(device: str) -> Tensor:
+        return Tensor(0, 0, (4, 8), "float32", device)
+
+    call = OperatorCall(0, "aten::add", None, 0, inputs=(tensor("cuda:0"), tensor("cpu")), outputs=(tensor("cuda:0"),))
+    assert work_of([call]).elements == Counter({"aten::add": 64})
