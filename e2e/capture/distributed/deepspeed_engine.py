@@ -23,13 +23,14 @@ from e2e.capture.recorder import Recorder
 from e2e.step.operator_trace import Phase
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float32}
-# Keys under ``zero_optimization`` whose effect is not modelled if they are set.
-_REFUSED = (
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "mics_shard_size",
-)
+# Keys under ``zero_optimization`` whose effect is not modelled -> their values without effect.
+_REFUSED: dict[str, object] = {
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+}
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -85,8 +86,8 @@ def read_configuration(given: Any) -> Configuration:
     for key in ("offload_optimizer", "offload_param"):
         if _part(zero, key).get("device", "none") not in ("none", None):
             raise ModelError(f"DeepSpeed's {key} is not modelled; set its device to none")
-    for key in _REFUSED:
-        if zero.get(key) not in (None, False, -1):
+    for key, without_effect in _REFUSED.items():
+        if zero.get(key) not in (None, without_effect):
             raise ModelError(f"DeepSpeed's {key} is not modelled; leave it out")
     stage = int(_number(zero, "stage", 0))
     prefix = "stage3_"

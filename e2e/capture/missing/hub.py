@@ -38,6 +38,8 @@ class Hub:
     """Cache of the hub, in ``folder``: what this machine has, and what is added on demand."""
 
     folder: Path
+    # True if data that are not here are made up.
+    made_up: bool = False
     # Names that were asked for and are neither in the cache nor known.
     unknown: list[str] = field(default_factory=list)
     # Checkpoints that were asked for and are not there.

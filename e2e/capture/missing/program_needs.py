@@ -27,7 +27,7 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
     """Context in which weights are not read, and data and tokenizers that are not here are made up if that was asked
     for (``made_up``). ``folder``: place for files.
     """
-    hub = Hub(folder / "hub")
+    hub = Hub(folder / "hub", made_up)
     with ExitStack() as stack:
         for each in (offline_hub(hub), torchvision_operators(), loaders_without_workers(), weights_not_read(hub, note)):
             stack.enter_context(each)
@@ -58,10 +58,9 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
     file = error.filename
     if file is None:  # a library has looked for it
         return f"{place}{error}; put it there: an empty file will do for weights, which are not read"
-    return (
-        f"{place}opens {file}, which is not here; give --data synthetic, where made-up data will do, or put "
-        "a file of that form there, as small as the program takes it"
-    )
+    made_up = "" if hub.made_up else "give --data synthetic, where made-up data will do, or "
+    way = f"{made_up}put a file of that form there, as small as the program takes it"
+    return f"{place}opens {file}, which is not here; {way}"
 
 
 # Errors of the hub's libraries for what is not in its cache.
