@@ -76,7 +76,7 @@ def parse_command(command: str) -> None:
         group: Any = commands_group(words.pop(0))
         while hasattr(group, "commands"):
             group = group.commands[words.pop(0)]
-        group.make_context(group.name, words)
+        group.make_context(group.name, words[: words.index("--")] if "--" in words else words)
 
 
 def missing_line(shown: str, printed: str) -> str | None:

@@ -24,6 +24,8 @@ LOADERS = {
     "costmodel/commands/doctor.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
     # The job and the answer of the user's program, in a folder of this process alone: the program itself is run.
     "e2e/capture/program.py": {"pickle"},
+    "e2e/capture/distributed/communication.py": {"pickle"},  # objects that its ranks send each other
+    "e2e/capture/evaluation.py": {"eval"},  # a divisor in its own source
     "e2e/capture/program_process.py": {"pickle"},
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
     "fusion/model/tuned_model.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
@@ -33,6 +35,7 @@ LOADERS = {
 # Modules by names that the program holds in tables of its own.
 BY_NAME = {
     "costmodel/base/lazy_names.py",
+    "e2e/capture/cuda_packages/finder.py",
     "e2e/capture/environment.py",
     "e2e/capture/models/image_models.py",
     "e2e/sources/requests.py",

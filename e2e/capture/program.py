@@ -273,6 +273,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Wa
     recorder = Recorder({})
     recorder.enabled = False
     recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.noting_lines = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []
 

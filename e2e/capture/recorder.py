@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
@@ -226,6 +227,8 @@ class Recorder(TorchDispatchMode):
         self._here = _Place()
         self._module_of: dict[int, str] = {}
         self._line_of: dict[int, str] = {}
+        # True to note the line of the script that makes each call.
+        self.noting_lines = False
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
 
@@ -478,7 +481,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
-        line = script_line()
+        line = script_line() if self.noting_lines else ""
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
             self._lengths.clear()
@@ -524,6 +527,11 @@ class Recorder(TorchDispatchMode):
             self.regions.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
+            if len(self.passes) > 1:
+                raise ModelError(
+                    f"a step has more than {MOST_CALLS:,} operators, in {len(self.passes)} passes so far; let it "
+                    "accumulate fewer: each of them takes as long"
+                )
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
         return row
 

@@ -31,7 +31,7 @@ def coverage_of(graph: ExecutionGraph) -> dict[str, float]:
 
 
 def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
-    """Device time in seconds by operator, by limiting resource, by kind of kernel, and by line of the script if known.
+    """Device time in seconds by operator, by limiting resource, by kind of kernel, and by line of a program.
 
     Backward work counts for the line of its forward operator.
     """

@@ -178,7 +178,7 @@ class Prediction:
     gpu_idle_seconds: float
     # Share of the critical path.
     host_bound_fraction: float
-    # Device time `by_operator`, `by_bound`, `by_kind` and, for scripts, `by_line`; host time by kind, T1 to T5.
+    # Device time `by_operator`, `by_bound`, `by_kind` and, for programs, `by_line`; host time by kind, T1 to T5.
     breakdown: Mapping[str, Mapping[str, float]]
     overheads: Mapping[str, float]
 

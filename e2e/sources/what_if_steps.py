@@ -14,7 +14,7 @@ from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
 from e2e.sources.prepared_step import PreparedStep, run_step
-from e2e.sources.requests import Request
+from e2e.sources.requests import Program, Request
 from e2e.step.execution_graph import RankGraph
 from e2e.whatif.paired_intervals import ComparedStep, Comparison
 from e2e.whatif.questions import (
@@ -60,6 +60,8 @@ def _refused(change: Change, request: Request) -> str | None:
     if isinstance(change, BatchChange) and request.request_with(change) is None:
         if request.recorded:
             return "a recorded step has its own batch; predict the step of its --script or --model with another"
+        if isinstance(request, Program):
+            return "a program has its own batch; predict it with another one in its command"
         return "the script's function takes no batch_size; give it that argument"
     if isinstance(change, BucketChange) and request.request_with(change) is None:
         return "buckets of gradients are those of several GPUs, captured: give --parallel, or a --script with --gpus"

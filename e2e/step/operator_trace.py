@@ -178,7 +178,7 @@ class OperatorCall:
     module: str = ""
     # Other information of the source (process group, overload).
     attributes: Mapping[str, Value] = field(default_factory=dict)
-    # Line of the script that makes the call, or whose backward pass it is (``model.py:73``), if known.
+    # Line of the program that makes the call, or whose backward pass it is (``model.py:73``), if known.
     line: str = ""
 
 

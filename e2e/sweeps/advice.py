@@ -25,7 +25,7 @@ from e2e.explain.prediction import (
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources.predict_request import predict_request
-from e2e.sources.requests import Model, Recording, Request, Script, ScriptJob, SpreadModel, Trace
+from e2e.sources.requests import Model, Program, Recording, Request, Script, ScriptJob, SpreadModel, Trace
 from e2e.step.memory_room import largest_fitting
 from e2e.step.options import Dtype
 
@@ -93,6 +93,8 @@ def _number_types(request: Request, prediction: Prediction) -> Iterator[Change]:
     machine = load_gpu(getattr(request, "gpu", ""))
     used, dtype = prediction.utilisation, getattr(request, "dtype", None) or "float32"
     in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
+    if not hasattr(request, "dtype"):  # a program sets its own
+        return
     if dtype == "float32" and "tf32" in machine.compute and in_32_bits:
         needs = 'torch.set_float32_matmul_precision("high"): products keep 10 bits of their mantissa'
         yield _configured("dtype", "--dtype tf32", needs, dtype="tf32")
@@ -115,7 +117,7 @@ def _kernels(request: Request, prediction: Prediction) -> Iterator[Change]:
         needs = "model and images .to(memory_format=torch.channels_last)"
         if request.layout == "contiguous" and not request.model.startswith("dlrm"):
             yield _configured("layout", "--layout channels-last", needs, layout="channels-last")
-    if isinstance(request, Modelled | Script | Trace) and not request.compile:
+    if isinstance(request, Modelled | Script | Program | Trace) and not request.compile:
         needs = "torch.compile of the model; shapes that stay the same, or it compiles again"
         yield _configured("compile", "--compile", needs, compile=True)
     default = any(each.option == "--optimizer" and each.value.startswith("foreach") for each in prediction.asked)

@@ -53,9 +53,9 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
     if not isinstance(error, FileNotFoundError):
         return None
-    file = error.filename or _file_in(str(error))
-    if file is None:
-        return None
+    file = error.filename
+    if file is None:  # a library has looked for it
+        return f"{place}{error}; put it there: an empty file will do for weights, which are not read"
     return (
         f"{place}opens {file}, which is not here; give --data synthetic, where made-up data will do, or put "
         "a file of that form there, as small as the program takes it"
@@ -78,12 +78,6 @@ _NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
 
 def _shortened(error: BaseException) -> str:
     return " ".join(str(error).split())[:120]
-
-
-def _file_in(said: str) -> str | None:
-    """Return the file that a message of a library names, if it does."""
-    words = [word.strip("'\"`.,:") for word in said.split()]
-    return next((word for word in words if "/" in word or word.count(".") == 1 and word[-1:].isalnum()), None)
 
 
 def _is_users(file: str) -> bool:

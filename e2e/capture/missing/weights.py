@@ -105,13 +105,20 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
             "timm.models._builder": lambda module: _timm(module, note),
             "torchvision.models._api": lambda module: _torchvision(module, note),
             "safetensors.torch": lambda module: _safetensors(module, missing),
+            **{
+                f"{name}.utilities.load": lambda module: _lightning(module, missing)
+                for name in ("lightning.fabric", "lightning_fabric")
+            },
         }
         stack.enter_context(patched_imports(libraries))
         yield
 
 
 def _is_missing(file: Any) -> bool:
-    return isinstance(file, (str, os.PathLike)) and not os.path.exists(file)
+    """True for the path of a file that is not there or empty, which is put there for programs that look for it."""
+    if not isinstance(file, (str, os.PathLike)):
+        return False
+    return not os.path.exists(file) or (os.path.isfile(file) and not os.path.getsize(file))
 
 
 def _torch_patches(missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:
@@ -248,6 +255,11 @@ def _torchvision(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
         return MissingState(str(self))
 
     yield module.WeightsEnum, "get_state_dict", get_state_dict
+
+
+def _lightning(module: Any, missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:
+    load = module._lazy_load
+    yield module, "_lazy_load", lambda filename: missing(filename) if _is_missing(filename) else load(filename)
 
 
 def _safetensors(module: Any, missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:

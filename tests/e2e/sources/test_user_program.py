@@ -280,3 +280,11 @@ def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "aten::erf" in found.breakdown["by_operator"]
     said = capfd.readouterr().err
     assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
+
+
+def test_advice_and_questions(folder: Path) -> None:
+    found = run(folder, "python train.py", advice=True, what_if=("host=2x",))
+    assert {"--compile", "--cuda-graph"} <= {each.change for each in found.advice.alternatives}
+    assert found.what_if[1].iteration_seconds < found.what_if[0].iteration_seconds
+    with pytest.raises(InputError, match="a program has its own batch"):
+        run(folder, "python train.py", what_if=("batch=64",))
