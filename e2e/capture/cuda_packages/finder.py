@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
-from e2e.capture.imports import patched_imports
+from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.script_lines import library_folder
 from e2e.capture.stand_ins import Silent
 
@@ -241,7 +241,7 @@ def cuda_packages(note: Note) -> Iterator[None]:
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
-        patches = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
+        patches: dict[str, Patches] = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
         with current_stream, patched_imports(patches):
             yield
     finally:
