@@ -27,6 +27,7 @@ LOADERS = {
     "e2e/capture/distributed/communication.py": {"pickle"},  # objects that its ranks send each other
     "e2e/capture/evaluation.py": {"eval"},  # a divisor in its own source
     "e2e/capture/program_process.py": {"pickle"},
+    "e2e/capture/launcher.py": {"spec.loader.exec_module"},  # torchtune's own table of recipes, installed
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
     "fusion/model/tuned_model.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
     "fusion/relax/machine_code.py": {"tvm.runtime.load_static_library"},  # compiled by this process
@@ -36,6 +37,7 @@ LOADERS = {
 BY_NAME = {
     "costmodel/base/lazy_names.py",
     "e2e/capture/cuda_packages/finder.py",
+    "e2e/capture/distributed/deepspeed_package.py",
     "e2e/capture/environment.py",
     "e2e/capture/models/image_models.py",
     "e2e/sources/requests.py",

@@ -466,15 +466,29 @@ def _is_chain_work(record: object) -> bool:
 
 
 def _fuse(nodes: list[_Node]) -> None:
-    """Join producers and consumers; library kernels raise the level, so no path leaves a group and re-enters it."""
+    """Join producers and consumers; library kernels raise the level, so no path leaves a group and re-enters it.
+
+    A sum along the outer dimension computes its elements itself only if they are not needed elsewhere, where they are
+    written in another order.
+    """
     producers = {version: node for node in nodes for version in node.writes}
+    readers: dict[tuple[int, int], list[_Node]] = defaultdict(list)
+    for node in nodes:
+        for version in node.reads:
+            readers[version].append(node)
     for node in nodes:
         for version in node.reads:
             other = producers.get(version)
+            if node.ends and not _sums_all(node) and not all(each.ends for each in readers[version]):
+                continue
             if other is not None and other is not node and _go_together(other, node):
                 first, second = other.root, node.root
                 if first is not second:
                     second.group = first
+
+
+def _sums_all(node: _Node) -> bool:
+    return all(isinstance(each, Reduction) and each.outputs == 1 for task in node.tasks for each in task.operators)
 
 
 def _go_together(first: _Node, second: _Node) -> bool:

@@ -241,8 +241,7 @@ def cuda_packages(note: Note) -> Iterator[None]:
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
-        unbuilt: Patches = partial(_unbuilt, note)
-        patches: dict[str, Patches] = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": unbuilt}
+        patches: dict[str, Patches] = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
         with current_stream, patched_imports(patches):
             yield
     finally:
