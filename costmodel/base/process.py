@@ -35,6 +35,20 @@ def usable_cores(root: Path = _ROOT) -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def available_memory_bytes() -> int | None:
+    """Available memory in bytes (Linux), else total memory; ``None`` if unknown."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 def threads_to_use(asked: int | None, default: int) -> int:
     """Return ``asked``, or ``default`` limited to the number of usable cores: more threads would spin waiting for each
     other.

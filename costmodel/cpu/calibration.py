@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from costmodel.base.errors import InputError, MachineError, MissingDependencyError, Say
+from costmodel.base.process import available_memory_bytes
 from costmodel.base.units import format_quantity
 from costmodel.machines.machine_file import host_identity, usable_threads
 from costmodel.machines.machine_records import (
@@ -63,20 +64,6 @@ def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
     if not caches:
         caches = _from_getconf()
     return tuple(sorted(caches, key=lambda cache: cache.level))
-
-
-def memory_bytes() -> int | None:
-    """Available memory in bytes (Linux), else total memory; ``None`` if unknown."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def parse_size(text: str) -> int:
@@ -308,7 +295,7 @@ class CpuFacts:
 
 def read_cpu_facts() -> CpuFacts:
     """Facts about the CPU that this process runs on."""
-    return CpuFacts(_cpu_name(), host_identity(), find_caches(), memory_bytes())
+    return CpuFacts(_cpu_name(), host_identity(), find_caches(), available_memory_bytes())
 
 
 def calibrate_with(

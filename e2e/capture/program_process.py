@@ -16,6 +16,7 @@ from threading import Thread
 from typing import IO
 
 from costmodel.base.errors import ModelError
+from costmodel.base.process import available_memory_bytes, usable_cores
 from e2e.capture.distributed.communication import Mailbox, Parcels
 from e2e.capture.distributed.distributed_capture import CapturedRank, DistributedCapture, RankSignature
 from e2e.capture.distributed.rank_work import RankWork, work_of
@@ -55,7 +56,7 @@ class ProgramRanks:
     @property
     def at_once(self) -> int:
         """Number of processes for which there are cores and memory."""
-        return max(min(len(os.sched_getaffinity(0)), _free_memory() // RANK_BYTES), 1)
+        return max(min(usable_cores(), (available_memory_bytes() or 0) // RANK_BYTES), 1)
 
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
@@ -69,7 +70,7 @@ class ProgramRanks:
             found = process.result()
             mailbox.merge(place.rank, found.mailbox)
             if isinstance(found, WaitingRank):
-                if _free_memory() > RANK_BYTES:
+                if (available_memory_bytes() or 0) > RANK_BYTES:
                     self.waiting[place.rank] = process
                 else:
                     process.end()  # and to be started again
@@ -102,11 +103,6 @@ class ProgramRanks:
     def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature | None:
         """Return None: the work of a rank is known when it has been done."""
         return None
-
-
-def _free_memory() -> int:
-    """Bytes that processes may take without others being moved out of memory."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class RankProcess:
