@@ -14,6 +14,8 @@ class CompiledRegions:
     """Regions entered by a program. ``parts``: recorded call -> its region; other calls run eagerly."""
 
     parts: dict[int, int] = field(default_factory=dict)
+    # True if the program asked for CUDA graphs of compiled parts (``mode="reduce-overhead"``).
+    in_graphs: bool = False
     _depth: int = 0
     _count: int = 0
     # Autograd node -> region of its forward operator.

@@ -300,6 +300,8 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
             trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
         )
         files.undo()
+        if recorder.regions is not None and recorder.regions.in_graphs:
+            note("torch.compile puts parts into CUDA graphs, which are predicted without; --cuda-graph puts in the step")
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:

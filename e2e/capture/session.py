@@ -46,6 +46,8 @@ def without_compiler(found: list[str], regions: CompiledRegions | None = None) -
             return model
         if model is None:
             return partial(compiled, **options)
+        if regions is not None and options.get("mode") in ("reduce-overhead", "max-autotune"):
+            regions.in_graphs = True
         if isinstance(model, torch.nn.Module):
             found.append(type(model).__name__)
             return compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})

@@ -262,7 +262,7 @@ if os.fork() == 0:
 thread = threading.Thread(target=print, args=("from a thread",))
 thread.start()
 thread.join()
-model = torch.nn.Linear(64, 64).cuda()
+model = torch.compile(torch.nn.Linear(64, 64).cuda(), mode="reduce-overhead")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(5):
     loss = gelu(model(torch.randn(8, 64, device="cuda"))).mean()
@@ -278,6 +278,7 @@ def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     (folder / "habits.py").write_text(HABITS, encoding="utf-8")
     found = run(folder, "python habits.py")
     assert "aten::erf" in found.breakdown["by_operator"]
+    assert any(line.startswith("torch.compile puts parts into CUDA graphs") for line in found.notes)
     said = capfd.readouterr().err
     assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
 
