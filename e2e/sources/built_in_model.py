@@ -52,8 +52,8 @@ _UNFUSED = {
 }
 
 
-def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
-    """Return a line for each assumption made in ``traces``."""
+def assumptions(traces: Sequence[OperatorTrace], routed: bool = False) -> list[str]:
+    """Return a line for each assumption made in ``traces``. ``routed``: an option says how tokens are routed."""
     calls = [call for trace in traces for call in trace.calls]
     found: list[str] = []
     selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
@@ -63,7 +63,7 @@ def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
             "fewer are usual, write x[:k] with a usual k"
         )
     counts = sum(call.name in EVEN_COUNTS and call.attributes.get("assumed") is True for call in calls)
-    if counts:
+    if counts and not routed:
         found.append(f"{counts} counts of data (bincount, histc) are taken to be even, such as tokens of each expert")
     return [*found, *_linear_attention(calls)]
 
@@ -158,7 +158,7 @@ def prepare_single(request: Model) -> PreparedStep:
     taken = _taken_values(options, request.samples, model.sequence_length, model.optimizer)
     forward = options.inference and model.sequence_length is not None
     notes = [_forward_note(request.cache_length, request.sequence_length)] if forward else step.notes
-    return replace(step, warnings=[*step.warnings, *assumptions([trace])], batch=batch, taken=taken, notes=notes)
+    return replace(step, warnings=[*step.warnings, *assumptions([trace], routed=True)], batch=batch, taken=taken, notes=notes)
 
 
 def single_step(
