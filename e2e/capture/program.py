@@ -147,6 +147,8 @@ class StepFinder:
     # The last step, and the digests of all so far.
     step: tuple[OperatorCall, ...] = ()
     digests: list[str] = field(default_factory=list)
+    # Backward passes of each of them.
+    backward: list[int] = field(default_factory=list)
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
     # The first outermost module with parameters.
@@ -187,6 +189,7 @@ class StepFinder:
         if self.optimizer is None or slower:  # a whole step has steps of all optimizers, such as five of one
             self.optimizer, self.title = id(optimizer), type(optimizer).__name__
             self.digests.clear()
+            self.backward.clear()
             self.steps.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
@@ -215,6 +218,7 @@ class StepFinder:
             parts = {call.id - run[0].id: region for call in run if (region := self.recorder.last_parts.get(call.id))}
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
         self.digests.append(digest(calls))
+        self.backward.append(len(self.recorder.last_passes))
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if equal and any(group.replayed for group in self._groups):  # every step has them: they must run
             self.passes.replaying = False
@@ -226,6 +230,10 @@ class StepFinder:
     def _finish(self, calls: Sequence[OperatorCall], number: int, told: str) -> None:
         for group in self._groups:  # passes of the step itself
             self.evaluations.pop((group.title, group.line), None)
+        most, taken = max(self.backward, default=0), self.backward[-1] if self.backward else 0
+        if most > taken:
+            other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
+            told += f"; {other}: what is not done in every step is left out"
         self.finish(calls, f"step {number} of {self.title}, {len(calls):,} operators, {told}")
 
     def at_end(self) -> None:
@@ -301,7 +309,9 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         )
         files.undo()
         if recorder.regions is not None and recorder.regions.in_graphs:
-            note("torch.compile puts parts into CUDA graphs, which are predicted without; --cuda-graph puts in the step")
+            note(
+                "torch.compile puts parts into CUDA graphs, which are predicted without; --cuda-graph puts in the step"
+            )
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:

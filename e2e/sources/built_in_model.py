@@ -158,7 +158,9 @@ def prepare_single(request: Model) -> PreparedStep:
     taken = _taken_values(options, request.samples, model.sequence_length, model.optimizer)
     forward = options.inference and model.sequence_length is not None
     notes = [_forward_note(request.cache_length, request.sequence_length)] if forward else step.notes
-    return replace(step, warnings=[*step.warnings, *assumptions([trace], routed=True)], batch=batch, taken=taken, notes=notes)
+    return replace(
+        step, warnings=[*step.warnings, *assumptions([trace], routed=True)], batch=batch, taken=taken, notes=notes
+    )
 
 
 def single_step(

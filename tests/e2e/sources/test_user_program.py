@@ -170,6 +170,18 @@ while True:
     critic(generator(torch.randn(8, 16, device="cuda"))).mean().backward()
     other.step()
 """,
+    # A penalty in every sixteenth step.
+    "penalty": """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(1_000):
+    model(torch.randn(8, 64, device="cuda")).mean().backward()
+    if number % 16 == 0:
+        model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+""",
     # Ten passes of a teacher in every step, which must not be taken for evaluation.
     "teacher": """
 import torch
@@ -192,6 +204,14 @@ def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
     assert any("of RMSprop" in line for line in found.notes)
     products = [name for name in found.breakdown["by_line"] if name.startswith("critic.py:8")]
     assert products and found.operators > 5 * 20
+
+
+def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
+    (folder / "penalty.py").write_text(LOOPS["penalty"], encoding="utf-8")
+    (line,) = [line for line in run(folder, "python penalty.py").notes if "of SGD" in line]
+    assert line.endswith(
+        "equal to step 2; step 1 had 2 backward passes, this one 1: what is not done in every step is left out"
+    )
 
 
 def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:

@@ -155,7 +155,7 @@ right = tiles.tile_configuration
 operator = test.stored_as(test.LAYERS["1x1"], "bfloat16")
 template, configs = test.tile_configs(operator)
 config = next(each for each in configs if each["depth_blocks"] == 2)
-tiles.tile_configuration = lambda numbers, rows, depth_bytes: [*right(numbers, rows, depth_bytes)[:13], 0x01010101, 0, 0]
+tiles.tile_configuration = lambda *given: [*right(*given)[:13], 0x01010101, 0, 0]
 print("compiled", flush=True)
 test.run(operator, template, config)
 print("survived")
