@@ -118,6 +118,7 @@ MIXTRAL = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_flops_of_a_model_do_not_move_with_routing_attention_or_recomputation(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MIXTRAL))
