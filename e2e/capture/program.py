@@ -220,8 +220,8 @@ class StepFinder:
         self.digests.append(digest(calls))
         self.backward.append(len(self.recorder.last_passes))
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
-        if equal and any(group.replayed for group in self._groups):  # every step has them: they must run
-            self.passes.replaying = False
+        if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
+            self.passes.replaying = False  # the step that is taken must have run them
         elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
             self._finish(calls, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS:
@@ -229,7 +229,8 @@ class StepFinder:
 
     def _finish(self, calls: Sequence[OperatorCall], number: int, told: str) -> None:
         for group in self._groups:  # passes of the step itself
-            self.evaluations.pop((group.title, group.line), None)
+            if not group.replayed:
+                self.evaluations.pop((group.title, group.line), None)
         most, taken = max(self.backward, default=0), self.backward[-1] if self.backward else 0
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"

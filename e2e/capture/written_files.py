@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -81,6 +82,8 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
     open_file, make, save, load = io.open, os.mkdir, torch.save, torch.load
     saved: dict[str, Any] = {}
     remove, rename, tree = os.remove, os.rename, shutil.rmtree
+    numpy = import_module("numpy")
+    map_file = numpy.memmap.__new__
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return open_file(files.place(file, bool(_WRITING & set(mode))), mode, *args, **kwargs)
@@ -95,9 +98,15 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
         name = os.path.abspath(os.fspath(path))
         return files.protects(name) and name not in files.made and os.path.exists(name)
 
-    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_kept(path):
-            remove(path, *args, **kwargs)
+    def removed(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        if dir_fd is not None or not is_kept(path):  # a file of an open folder, which is removed as a whole
+            remove(path, *args, dir_fd=dir_fd, **kwargs)
+
+    def mapped(cls: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+        # NumPy's default is to write. Token files are large: their pages are copied when they are written, if ever.
+        if mode in ("r+", "readwrite") and isinstance(filename, (str, os.PathLike)) and is_kept(filename):
+            mode = "c"
+        return map_file(cls, filename, dtype, mode, *args, **kwargs)
 
     def renamed(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if is_kept(target):
@@ -128,7 +137,7 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
         for target, name, value in (
             (builtins, "open", opened), (io, "open", opened), (os, "mkdir", made), (os, "remove", removed),
             (os, "unlink", removed), (os, "rename", renamed), (os, "replace", renamed), (shutil, "rmtree", emptied),
-            (torch, "save", keep), (torch, "load", fetch),
+            (torch, "save", keep), (torch, "load", fetch), (numpy.memmap, "__new__", staticmethod(mapped)),
         ):  # fmt: skip
             stack.enter_context(patch.object(target, name, value))
         try:

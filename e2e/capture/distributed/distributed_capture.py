@@ -35,6 +35,7 @@ from e2e.capture.distributed.world import RankPlace, fake_world, patched_librari
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting, tf32_switches
 from e2e.capture.script_errors import NotYetSent
+from e2e.capture.script_lines import library_folder
 from e2e.capture.session import CapturedWorkload, is_compiled, module_paths, recording
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import NO_TF32, StepFunction, StepOptions, Tf32Switches, script_folder, script_name
@@ -145,7 +146,7 @@ def _forget(names: set[str], script: StepFunction) -> None:
         return
     for name in names:
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file and folder in Path(file).resolve().parents and "site-packages" not in file:
+        if file and folder in Path(file).resolve().parents and library_folder(file) is None:
             del sys.modules[name]
 
 

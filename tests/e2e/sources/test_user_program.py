@@ -227,6 +227,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 
 with open("log.txt", "a") as log:
@@ -235,6 +236,8 @@ assert Path("log.txt").read_text() == "oldoverwritten"
 os.makedirs("run/deep")
 Path("run/deep/new.txt").write_text("new")
 shutil.rmtree("kept")
+(tokens := np.memmap("tokens.bin", dtype=np.uint8))[:] = 1  # to be written, by default
+assert tokens.sum() == 3
 os.replace("run/deep/new.txt", "best.txt")
 assert open("best.txt").read() == "new"
 model = torch.nn.Linear(64, 64).cuda()
@@ -251,7 +254,7 @@ while True:
 def test_files_are_as_they_were_and_output_has_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(WRITER, encoding="utf-8")
     (tmp_path / "kept").mkdir()
-    for name in ("log.txt", "best.txt", "checkpoint.pt", "kept/file.txt"):
+    for name in ("log.txt", "best.txt", "checkpoint.pt", "kept/file.txt", "tokens.bin"):
         (tmp_path / name).write_text("old", encoding="utf-8")
     before = {path: path.is_dir() or path.read_text() for path in tmp_path.rglob("*")}
     found = run(tmp_path, "python train.py")
