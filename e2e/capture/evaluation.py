@@ -1,8 +1,9 @@
 """Forward passes of a program that train nothing: evaluation before the first step and between steps.
 
-They are noted by place, to be told apart from the step: how many, and every how many steps, as far as the program's own
-condition says so (``if step % eval_interval == 0``). Long runs of equal passes cost little: after a few that ran, the
-next ones get outputs of the same shapes, without running (:attr:`EvaluationPasses.replaying`).
+Passes are grouped by the line that they run from, to separate them from the training step. Each group has its number of
+passes and, if a condition such as ``if step % eval_interval == 0`` reveals it, its period in steps. Long runs of equal
+passes cost little: after a few that ran, the next ones get outputs of the same shapes, without running
+(:attr:`EvaluationPasses.replaying`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PassGroup:
 
 
 class EvaluationPasses:
-    """Passes of outermost modules without gradients since the last boundary."""
+    """Collector of the passes of outermost modules without gradients since the last step of the optimizer."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -111,7 +112,7 @@ class EvaluationPasses:
 
 
 def _key(module: torch.nn.Module, args: Any, kwargs: Any) -> Hashable:
-    """Return what decides the outputs' shapes, or None if that is not known: objects with a state of their own."""
+    """Return a key that determines the shapes of the outputs; None if an argument is an object with its own state."""
     leaves, form = tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
         return None
@@ -131,8 +132,8 @@ def _copied(outputs: Any) -> Any:
 
 
 def period(frame: FrameType | None) -> int | None:
-    """Return the steps after which ``frame`` runs again, by the innermost condition of the form ``step % PERIOD == 0``
-    around its line or around a call that led to it; None without one.
+    """Return every how many steps ``frame`` runs: ``PERIOD`` of the nearest condition ``step % PERIOD == 0`` around its
+    line or around a line that called it; None without one.
     """
     while frame is not None:
         if script_file(frame.f_code.co_filename):

@@ -1,5 +1,5 @@
-"""Files as the program finds them when it ends: what it writes over, moves or removes stays as it was, what it makes is
-removed. A prediction must not lose a checkpoint.
+"""Protection of the user's files: when the program ends, files that it overwrote, moved or deleted are as they were at
+its start, and those that it created are gone. A prediction must not lose a checkpoint.
 
 What it writes can be read again while it runs. Files of temporary folders and of caches are left to the program, and
 checkpoints (``torch.save``) are not written at all: their tensors have no values.
@@ -74,9 +74,10 @@ class WrittenFiles:
 
 @contextmanager
 def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles]:
-    """Context in which a program of ``folder`` changes no file that was there; ``scratch``: place for what it writes.
+    """Context in which a program started in ``folder`` changes no file that was there; its writes go to ``scratch``.
 
-    What was made is removed at the end, or by :meth:`WrittenFiles.undo` in a process that ends inside.
+    Created files are removed on leaving the context; a process that exits inside it must call
+    :meth:`WrittenFiles.undo`.
     """
     files = WrittenFiles(folder, scratch)
     open_file, make, save, load = io.open, os.mkdir, torch.save, torch.load
