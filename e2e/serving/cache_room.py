@@ -1,0 +1,60 @@
+"""Memory of a deployment: weights, what steps need, and the tokens that the cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.base.units import format_quantity
+from e2e.serving.deployment import Deployment
+
+# What an engine's process takes beside weights and cache: CUDA context and code, communicators, graphs of all captured
+# sizes, workspaces of kernels.
+_CONTEXT, _PER_GPU_OF_GROUP = 1.2 * 2**30, 0.6 * 2**30
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """Bytes on the fullest GPU, and tokens of the whole deployment's cache."""
+
+    usable_bytes: float
+    weight_bytes: float
+    activation_bytes: float
+    reserve_bytes: float
+    cache_bytes: float
+    tokens: int
+
+    def shortage(self, deployment: Deployment, longest: int) -> str:
+        """Why ``longest`` tokens do not fit, and how much is missing."""
+        needed = self.weight_bytes + self.activation_bytes + self.reserve_bytes
+        missing = needed + longest * deployment.cache_bytes() - self.usable_bytes
+        gpu = deployment.cluster.machine.name
+        return (
+            f"{deployment.model.name}: does not fit {deployment.parallel.gpus} x {gpu} with the cache of a request of "
+            f"{longest} tokens: {format_quantity(missing, 'B', 3)} a GPU are missing (weights "
+            f"{format_quantity(self.weight_bytes, 'B', 3)}, usable {format_quantity(self.usable_bytes, 'B', 3)}); "
+            "give more --gpus, fewer bits with --precision, or a larger GPU"
+        )
+
+
+def cache_room(deployment: Deployment) -> CacheRoom:
+    """The room for the cache on the GPUs of ``deployment``."""
+    engine, machine = deployment.engine, deployment.cluster.machine
+    usable = float(machine.memory[-1].usable) * engine.memory_share
+    weights = deployment.weight_bytes()
+    activations = _activation_bytes(deployment)
+    reserve = _CONTEXT + (_PER_GPU_OF_GROUP if deployment.parallel.gpus > 1 else 0.0)
+    left = max(usable - weights - activations - reserve, 0.0)
+    size = deployment.cache_bytes()
+    tokens = int(left / size) * deployment.parallel.attention_dp if size else 1 << 40
+    return CacheRoom(usable, weights, activations, reserve, left, tokens // engine.block * engine.block)
+
+
+def _activation_bytes(deployment: Deployment) -> float:
+    """Largest tensors of a step with the whole token budget: two of the widest block, and the residual stream."""
+    model = deployment.model
+    rows = deployment.engine.token_budget
+    widest = max(
+        (getattr(layer.block, "inner", 0) * getattr(layer.block, "per_token", 1) for layer, _ in model.layers), default=0
+    )
+    scores = min(deployment.engine.sequences, 1024) * model.vocabulary * 4 / deployment.parallel.tp
+    return rows * (3 * widest / deployment.parallel.tp + 4 * model.hidden) * 2.0 + scores

@@ -1,0 +1,169 @@
+"""One deployed copy of a model: GPUs, how they share it, and in which precision it is stored and computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
+from costmodel.machines.cluster import Cluster
+from costmodel.operators.experts import ExpertRouting
+from e2e.serving.engines import Engine
+from e2e.serving.served_model import LatentAttention, ServedModel, SoftmaxAttention
+
+# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128; mxfp4: a byte per 32; nvfp4: a byte per
+# 16; int4: an FP16 per 128).
+WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, "mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125,
+               "int8": 8.0}  # fmt: skip
+CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
+_OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
+
+
+@dataclass(frozen=True)
+class ServingPrecision:
+    """How a deployment stores dense weights, weights of experts and the cache, and what it multiplies with."""
+
+    weights: str = "bf16"
+    experts: str = "bf16"
+    # ``fp8`` or ``bf16``: operands of the products.
+    activations: str = "bf16"
+    kv: str = "bf16"
+
+
+def read_precision(text: str, model: ServedModel) -> ServingPrecision:
+    """Precision of ``weights=fp8,experts=mxfp4,activations=fp8,kv=fp8``; what is left out is as ``model`` is stored."""
+    asked = _pairs("--precision", text, tuple(each.name for each in fields(ServingPrecision)))
+    for key, value in asked.items():
+        value = _OTHER_NAMES.get(value, value)
+        known = CACHE_BITS if key == "kv" else {"bf16": 0, "fp8": 0} if key == "activations" else WEIGHT_BITS
+        if value not in known:
+            raise InputError(f"--precision {key}={value}: choose one of {', '.join(known)}")
+        asked[key] = value
+    weights = asked.get("weights") or model.stored or "bf16"
+    experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
+    eight = any(each.startswith("fp8") for each in (weights, experts))
+    return ServingPrecision(weights, experts, asked.get("activations", "fp8" if eight else "bf16"), asked.get("kv", "bf16"))
+
+
+@dataclass(frozen=True)
+class ServingParallel:
+    """Ways to share a model: tensor, pipeline and expert parallelism, and copies of the attention."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    # Groups of ranks that each hold all heads of the attention and have their own sequences.
+    attention_dp: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one copy of the model."""
+        return self.tp * self.pp
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share the heads of one sequence."""
+        return self.tp // self.attention_dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share the matrices of one expert."""
+        return self.tp // self.ep
+
+
+def read_parallel(text: str, gpus: int) -> ServingParallel:
+    """Parallelism of ``tp=8,ep=8,dp-attention=8,pp=1``; without ``tp`` it fills ``gpus``."""
+    asked = _pairs("--parallel", text, ("tp", "pp", "ep", "dp-attention"))
+    numbers: dict[str, int] = {}
+    for key, value in asked.items():
+        number = whole_number(value)
+        if not number:
+            raise InputError(f"--parallel {key}={value}: must be a whole number of at least 1")
+        numbers[key] = number
+    pp = numbers.get("pp", 1)
+    found = ServingParallel(
+        numbers.get("tp", max(gpus // pp, 1)), pp, numbers.get("ep", 1), numbers.get("dp-attention", 1)
+    )
+    for key, value in (("ep", found.ep), ("dp-attention", found.attention_dp)):
+        if found.tp % value:
+            raise InputError(f"--parallel {key}={value}: must divide tp={found.tp}")
+    if gpus % found.gpus:
+        raise InputError(f"--parallel {text}: needs {found.gpus} GPUs a copy, which do not divide --gpus {gpus}")
+    return found
+
+
+def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if key not in known or not equals:
+            raise InputError(f"{option} {part}: write NAME=VALUE with {', '.join(known)}")
+        if key in found:
+            raise InputError(f"{option} {key}: is given twice; leave one out")
+        found[key] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One copy of ``model`` on the GPUs of ``cluster``."""
+
+    model: ServedModel
+    cluster: Cluster
+    engine: Engine
+    parallel: ServingParallel
+    precision: ServingPrecision
+    routing: ExpertRouting
+
+    def check(self) -> None:
+        """Raise ``InputError`` if the ranks cannot share the model."""
+        heads = {
+            layer.mixer.heads
+            for layer, _ in self.model.layers
+            if isinstance(layer.mixer, SoftmaxAttention | LatentAttention)
+        }
+        for each in heads:
+            if each % self.parallel.attention_tp:
+                raise InputError(
+                    f"--parallel tp={self.parallel.tp}: {each} heads of attention do not divide by "
+                    f"{self.parallel.attention_tp} ranks"
+                )
+
+    def weight_bytes(self) -> float:
+        """Bytes of weights on the fullest rank."""
+        parallel, precision = self.parallel, self.precision
+        stages = parallel.pp
+        found = 0.0
+        for layer, count in self.model.layers:
+            mixer = layer.mixer.parameters(self.model.hidden) / parallel.attention_tp
+            found += count * mixer * WEIGHT_BITS[precision.weights] / 8
+        hidden = self.model.hidden
+        from e2e.serving.served_model import Experts
+
+        for layer, count in self.model.layers:
+            block = layer.block
+            if isinstance(block, Experts):
+                found += count * 3 * hidden * block.count * block.inner / parallel.tp * WEIGHT_BITS[precision.experts] / 8
+                found += count * 3 * hidden * block.shared / parallel.tp * WEIGHT_BITS[precision.weights] / 8
+                found += count * hidden * block.count * 2
+            else:
+                found += count * block.parameters(hidden) / parallel.tp * WEIGHT_BITS[precision.weights] / 8
+        return found / stages + self.model.embedding_parameters * 2 / parallel.tp
+
+    def cache_bytes(self) -> float:
+        """Bytes of one token in the cache of the fullest rank, windows not counted."""
+        parallel = self.parallel
+        found = 0.0
+        for layer, count in self.model.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, SoftmaxAttention) and not mixer.window:
+                kept = max(mixer.kv_heads // parallel.attention_tp, 1)
+                found += count * 2 * kept * mixer.head_dim
+            elif isinstance(mixer, LatentAttention):
+                found += count * mixer.cache_elements
+        return found * CACHE_BITS[self.precision.kv] / 8 / parallel.pp
+
+    def with_engine(self, **changes: Any) -> Deployment:
+        """The same with values of the engine replaced."""
+        return replace(self, engine=replace(self.engine, **changes))

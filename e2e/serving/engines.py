@@ -1,0 +1,82 @@
+"""Serving engines: scheduler, token budget, kernels and host times, by version (``engines.yaml``)."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from costmodel.base.errors import InputError
+from costmodel.base.units import parse_quantity
+from costmodel.machines.record_file import read_mapping
+from costmodel.operators.experts import ExpertKernel
+
+# ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
+# prompts runs alone before decoding goes on; ``whole-prompts``: whole prompts join the step of single tokens.
+Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
+FILE = Path(__file__).with_name("engines.yaml")
+_SECONDS = ("server", "step", "sequence", "launch")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One serving engine in one version."""
+
+    name: str
+    title: str
+    schedule: Schedule
+    # Most tokens of one step.
+    token_budget: int
+    # Most sequences that run at once.
+    sequences: int
+    # Most sequences of a step that is launched as a CUDA graph.
+    graph_sequences: int
+    # Share of the GPU's memory that weights, activations and cache may take.
+    memory_share: float
+    # Tokens of a block of the cache.
+    block: int
+    # Tokens that are sent to the client together.
+    stream_tokens: int
+    experts: ExpertKernel
+    all_reduce: str
+    # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.
+    fuses_casts: bool
+    fuses_norms: bool
+    # The host prepares a step while the one before runs.
+    overlapped: bool
+    # Seconds of the server before the first token (HTTP, tokeniser, queues between processes); of the host per step;
+    # per sequence of a step; per kernel that is launched without a graph.
+    server: float
+    step: float
+    sequence: float
+    launch: float
+    version: str = ""
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, dict[str, Any]]:
+    return read_mapping(FILE, InputError, "must be a mapping of engines")
+
+
+def engine_named(text: str) -> Engine:
+    """The engine of ``NAME`` or ``NAME=VERSION``; ``InputError`` for an unknown name."""
+    name, _, version = text.partition("=")
+    found = _known().get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, _known(), 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"--engine {text}: {hint}choose one of {', '.join(_known())}")
+    values = {key: value for key, value in found.items() if key != "versions"}
+    for start, changed in sorted((found.get("versions") or {}).items(), key=lambda each: version_key(each[0])):
+        if not version or version_key(start) <= version_key(version):
+            values |= changed
+    values |= {key: parse_quantity(values[key], "s") for key in _SECONDS}
+    return replace(Engine(name=name, **values), version=version)
+
+
+def version_key(text: object) -> tuple[int, ...]:
+    """Numbers of a version (``0.5.6.post2`` -> (0, 5, 6, 2)), to compare two of them."""
+    digits = "".join(each if each.isdigit() else " " for each in str(text))
+    return tuple(int(each) for each in digits.split()) or (0,)

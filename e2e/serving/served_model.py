@@ -1,0 +1,353 @@
+"""The layers of a language model, from its Hugging Face configuration: what a serving engine computes and stores.
+
+A model is a list of groups of equal layers. A layer mixes tokens (softmax attention with grouped queries, a window or
+sinks; latent attention, DeepSeek-V2, arXiv 2405.04434; linear attention with a fixed state) and applies a feed-forward
+block (dense, or experts of which each token uses a few).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.base.errors import InputError
+from costmodel.operators.attention import LinearKind
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """Softmax attention of ``heads`` queries over ``kv_heads`` keys and values of ``head_dim`` elements."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    # Most keys visible to a query; 0 for all.
+    window: int = 0
+    # A learned score per head takes part in the softmax.
+    sinks: bool = False
+    # Queries and keys are normalised.
+    normalised: bool = False
+    # The output is multiplied by a gate as wide as the queries.
+    gated: bool = False
+
+    @property
+    def cache_elements(self) -> int:
+        """Elements of keys and values of one token."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Number of weights."""
+        queries = self.heads * self.head_dim
+        return hidden * (queries * (3 if self.gated else 2) + self.cache_elements)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention with keys and values compressed to ``kv_rank`` elements a token, beside ``rope_dim`` rotated ones."""
+
+    heads: int
+    # 0: queries are not compressed.
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    # Sparse attention: heads and width of the indexer, and keys that it selects (DeepSeek-V3.2); 0: none.
+    index_heads: int = 0
+    index_dim: int = 0
+    selected: int = 0
+
+    @property
+    def cache_elements(self) -> int:
+        """Elements of the compressed keys and values of one token, and of the indexer's key."""
+        return self.kv_rank + self.rope_dim + self.index_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Number of weights."""
+        query = self.heads * (self.nope_dim + self.rope_dim)
+        found = hidden * (self.kv_rank + self.rope_dim)
+        found += (hidden + query) * self.query_rank if self.query_rank else hidden * query
+        found += self.kv_rank * self.heads * (self.nope_dim + self.value_dim) + self.heads * self.value_dim * hidden
+        if self.index_heads:
+            found += (self.query_rank or hidden) * self.index_heads * self.index_dim + hidden * self.index_dim
+        return found
+
+
+@dataclass(frozen=True)
+class LinearMixer:
+    """Linear attention with a state of ``key_dim`` x ``value_dim`` per value head, after a short convolution."""
+
+    kind: LinearKind
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    convolution: int
+
+    @property
+    def cache_elements(self) -> int:
+        """0: the state does not grow with the tokens."""
+        return 0
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state of one sequence."""
+        return self.value_heads * self.key_dim * self.value_dim + self.channels * (self.convolution - 1)
+
+    def parameters(self, hidden: int) -> int:
+        """Number of weights: queries, keys, values, gate, two scalars per head, output."""
+        values = self.value_heads * self.value_dim
+        return hidden * (self.channels + 2 * values + 2 * self.value_heads)
+
+
+Mixer = SoftmaxAttention | LatentAttention | LinearMixer
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Dense block of width ``inner``; ``gated``: the first product gives gate and value."""
+
+    inner: int
+    gated: bool = True
+
+    def parameters(self, hidden: int) -> int:
+        """Number of weights."""
+        return hidden * self.inner * (3 if self.gated else 2)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``count`` experts of width ``inner``, of which a token uses ``per_token``; ``shared``: width of those that all
+    tokens use.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int = 0
+
+    def parameters(self, hidden: int) -> int:
+        """Number of weights, without the router's."""
+        return 3 * hidden * (self.count * self.inner + self.shared)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model."""
+
+    mixer: Mixer
+    block: FeedForward | Experts
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A language model as engines serve it."""
+
+    name: str
+    hidden: int
+    vocabulary: int
+    # Groups of equal layers and their numbers.
+    layers: tuple[tuple[Layer, int], ...]
+    # The head multiplies by the embedding's matrix.
+    tied: bool
+    # Longest prompt and output together.
+    longest: int
+    # How weights are stored, as the configuration says; empty: 16 bits.
+    stored: str = ""
+    stored_experts: str = ""
+    # Layers that predict further tokens (DeepSeek-V3), for speculative decoding.
+    predicting: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return sum(count for _, count in self.layers)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Weights of all layers without those of routed experts, embeddings and head."""
+        found = 0
+        for layer, count in self.layers:
+            block = layer.block
+            if isinstance(block, Experts):
+                found += count * self.hidden * (3 * block.shared + block.count)
+            else:
+                found += count * block.parameters(self.hidden)
+            found += count * layer.mixer.parameters(self.hidden)
+        return found
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of routed experts."""
+        return sum(
+            3 * self.hidden * layer.block.count * layer.block.inner * count
+            for layer, count in self.layers
+            if isinstance(layer.block, Experts)
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the embedding, and of the head if it has its own."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+
+# Model types whose attention normalises queries and keys.
+_NORMALISED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2")
+_UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
+
+
+def served_model(config: Mapping[str, Any], source: str) -> ServedModel:
+    """The model of a Hugging Face configuration; ``InputError`` naming ``source`` if it is no decoder that is known."""
+    config = _text_part(config)
+    read = _Reader(config, source)
+    kind = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder"):
+        raise InputError(f"{source}: has an encoder; serving is modelled for decoders only")
+    hidden = read.number("hidden_size", "n_embd", "d_model")
+    count = read.number("num_hidden_layers", "n_layer", "num_layers")
+    kinds = _layer_kinds(config, count)
+    layers = Counter(
+        Layer(_mixer(read, kind, hidden, kinds[place]), _block(read, kind, hidden, place)) for place in range(count)
+    )
+    stored, experts = stored_precision(config)
+    return ServedModel(
+        name=str(config.get("_name_or_path") or source),
+        hidden=hidden,
+        vocabulary=read.number("vocab_size"),
+        layers=tuple(layers.items()),
+        tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"))),
+        longest=read.number("max_position_embeddings", "n_positions", "max_sequence_length", default=1 << 20),
+        stored=stored,
+        stored_experts=experts,
+        predicting=read.number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", default=0),
+    )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of a configuration with several parts (``text_config``)."""
+    inner = config.get("text_config") or config.get("llm_config")
+    if not isinstance(inner, Mapping):
+        return config
+    shared = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
+    return {**shared, **inner}
+
+
+class _Reader:
+    """Whole numbers of a configuration by the names that libraries use for them."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config, self.source = config, source
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                if value < 0:
+                    raise InputError(f"{self.source}: {name} is {value}; it must not be below zero")
+                return value
+        if default is None:
+            kind = self.config.get("model_type", "no model_type")
+            raise InputError(f"{self.source}: has no {names[0]} ({kind}); serving is modelled for decoders only")
+        return default
+
+
+def _layer_kinds(config: Mapping[str, Any], count: int) -> list[str]:
+    """Kind of attention of each layer, as ``layer_types`` names them."""
+    listed = config.get("layer_types")
+    if isinstance(listed, list) and len(listed) >= count:
+        return [str(each) for each in listed[:count]]
+    window = config.get("sliding_window")
+    every = config.get("full_attention_interval") or config.get("sliding_window_pattern")
+    if isinstance(every, int) and every > 0:
+        other = "linear_attention" if "linear_num_value_heads" in config else "sliding_attention"
+        return ["full_attention" if (place + 1) % every == 0 else other for place in range(count)]
+    sliding = isinstance(window, int) and window > 0 and config.get("use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * count
+
+
+def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
+    config = read.config
+    heads = read.number("num_attention_heads", "n_head", "num_heads")
+    if layer in ("linear_attention", "mamba", "mamba2"):
+        return LinearMixer(
+            "gated_delta",
+            read.number("linear_num_key_heads"),
+            read.number("linear_key_head_dim"),
+            read.number("linear_num_value_heads"),
+            read.number("linear_value_head_dim"),
+            read.number("linear_conv_kernel_dim", default=4),
+        )
+    if config.get("kv_lora_rank"):
+        return LatentAttention(
+            heads,
+            read.number("q_lora_rank", default=0),
+            read.number("kv_lora_rank"),
+            read.number("qk_nope_head_dim"),
+            read.number("qk_rope_head_dim"),
+            read.number("v_head_dim"),
+            read.number("index_n_heads", default=0),
+            read.number("index_head_dim", default=0),
+            read.number("index_topk", default=0),
+        )
+    width = read.number("head_dim", default=0) or hidden // heads
+    groups = read.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
+    if heads % groups:
+        raise InputError(f"{read.source}: {heads} heads cannot share {groups} key-value heads; check the configuration")
+    return SoftmaxAttention(
+        heads,
+        groups,
+        width,
+        read.number("sliding_window", default=0) if layer == "sliding_attention" else 0,
+        kind == "gpt_oss",
+        kind.removesuffix("_text") in _NORMALISED or bool(config.get("use_qk_norm")),
+        bool(config.get("attn_output_gate")),
+    )
+
+
+def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | Experts:
+    config = read.config
+    count = read.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
+    dense = place < read.number("first_k_dense_replace", default=0) or place in (config.get("mlp_only_layers") or ())
+    step = read.number("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
+    if count < 2 or dense or (place + 1) % step:
+        inner = read.number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+        return FeedForward(inner, kind not in _UNGATED)
+    inner = read.number("moe_intermediate_size", "intermediate_size")
+    shared = read.number("shared_expert_intermediate_size", default=0)
+    shared = shared or read.number("n_shared_experts", "num_shared_experts", default=0) * inner
+    return Experts(count, read.number("num_experts_per_tok", "experts_per_token", "moe_topk"), inner, shared)
+
+
+def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Precision of the weights and of the experts' weights that ``quantization_config`` names; empty: 16 bits."""
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(stored, Mapping):
+        return "", ""
+    method = str(stored.get("quant_method", stored.get("quant_algo", ""))).lower()
+    algorithm = str(stored.get("quant_algo", "")).lower()
+    left = " ".join(map(str, stored.get("modules_to_not_convert") or stored.get("ignore") or ())).lower()
+    if method == "mxfp4":
+        return "", "mxfp4"
+    if "fp8" in method or "fp8" in algorithm:
+        kind = "fp8-block" if stored.get("weight_block_size") else "fp8"
+        return kind, kind
+    if "nvfp4" in algorithm or "fp4" in method:
+        return "nvfp4", "nvfp4"
+    if method in ("awq", "gptq") or method == "compressed-tensors":
+        bits = int(stored.get("bits") or stored.get("w_bit") or 0)
+        for group in (stored.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            bits, name = int(weights.get("num_bits") or bits), str(weights.get("type", "int"))
+            if bits == 8 and name == "float":
+                return "fp8", "fp8"
+        kept = "self_attn" in left or "attention" in left
+        kind = {4: "int4", 8: "int8"}.get(bits, "")
+        return ("" if kept else kind), kind
+    return "", ""

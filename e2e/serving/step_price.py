@@ -1,0 +1,177 @@
+"""Seconds of a serving step: kernels priced by the cost model, tabulated over rows, sequences and contexts."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from costmodel.collectives import collective_cost_model
+from costmodel.cost_model import CostModel
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.collective_transfer import CollectiveTransfer
+from e2e.serving.deployment import WEIGHT_BITS, Deployment
+from e2e.serving.step_work import AllReduce, StepWork, StoredExperts, Work
+
+# Rows for which steps are priced; between them time is interpolated.
+_SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+_LARGE = (576, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288,
+          16384, 20480, 24576, 32768)  # fmt: skip
+_ROWS = _SMALL + _LARGE
+_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_CONTEXTS = tuple(sorted({round(2 ** (place / 2)) for place in range(8, 41)}))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``queries`` new tokens of a prompt after ``prior`` ones that are in the cache."""
+
+    queries: int
+    prior: int = 0
+
+
+class StepPrice:
+    """Seconds of the steps of one deployment, on the device and on the host."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment, self.engine = deployment, deployment.engine
+        self.work = StepWork(deployment)
+        machine = deployment.cluster.machine
+        self._kernels = gpu_cost_model(machine)
+        self._collectives: CostModel = collective_cost_model(deployment.cluster)
+        self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
+        self._rows: dict[int, float] = {}
+        self._decoding: dict[tuple[int, int], float] = {}
+        self._prompts: dict[tuple[int, int, int], float] = {}
+        self._known: dict[object, float] = {}
+        self._launches = self.work.kernels(64)
+
+    def step_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
+        """Seconds of one step: ``sequences`` decode one token each after ``context`` tokens on average, beside
+        ``prompts``.
+        """
+        device = self.device_seconds(sequences, context, prompts)
+        rows = sequences + sum(each.queries for each in prompts)
+        engine = self.engine
+        if prompts or rows > engine.graph_sequences:
+            device = max(device, self._launches * engine.launch)
+        host = engine.step + engine.sequence * (sequences + len(prompts))
+        return max(device, host) if engine.overlapped else device + host
+
+    def device_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
+        """Seconds of the GPU in a step."""
+        parts = self.deployment.parallel.pp
+        if parts > 1:
+            sequences = -(-sequences // parts)
+            prompts = [replace(each, queries=-(-each.queries // parts)) for each in prompts]
+        rows = sequences + sum(each.queries for each in prompts)
+        found = self.rows_seconds(rows, graph=not prompts)
+        if sequences:
+            found += self.decoding_seconds(sequences, context)
+        if prompts:
+            found += self.prompt_seconds(prompts)
+        return found
+
+    def rows_seconds(self, rows: int, graph: bool = False) -> float:
+        """Seconds of everything but attention for ``rows`` tokens."""
+        place = bisect.bisect_left(_ROWS, rows)
+        if place == len(_ROWS):
+            return self._at_rows(_ROWS[-1]) * rows / _ROWS[-1]
+        if _ROWS[place] == rows or (graph and rows <= self.engine.graph_sequences):
+            return self._at_rows(_ROWS[place])
+        low, high = _ROWS[place - 1], _ROWS[place]
+        share = (rows - low) / (high - low)
+        return (1 - share) * self._at_rows(low) + share * self._at_rows(high)
+
+    def _at_rows(self, rows: int) -> float:
+        if rows not in self._rows:
+            self._rows[rows] = self.priced(self.work.rows(rows, min(rows, 256)))
+        return self._rows[rows]
+
+    def decoding_seconds(self, sequences: int, context: float) -> float:
+        """Seconds of the attention of ``sequences`` single tokens."""
+        low, high, share = _between(_SEQUENCES, sequences)
+        near, far, depth = _between(_CONTEXTS, max(context, _CONTEXTS[0]))
+        return (1 - share) * ((1 - depth) * self._at(low, near) + depth * self._at(low, far)) + share * (
+            (1 - depth) * self._at(high, near) + depth * self._at(high, far)
+        )
+
+    def _at(self, sequences: int, context: int) -> float:
+        key = (sequences, context)
+        if key not in self._decoding:
+            self._decoding[key] = self.priced(self.work.decoding(sequences, context))
+        return self._decoding[key]
+
+    def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
+        """Seconds of the attention of ``prompts``, by the mean of their lengths."""
+        count = len(prompts)
+        queries = max(sum(each.queries for each in prompts) // count, 1)
+        prior = sum(each.prior for each in prompts) // count
+        at = (_SEQUENCES[bisect.bisect_left(_SEQUENCES, count)], _near(queries), _near(prior) if prior else 0)
+        if at not in self._prompts:
+            self._prompts[at] = self.priced(self.work.prompts(*at))
+        pairs = sum(each.queries * (each.prior + each.queries / 2) for each in prompts)
+        return self._prompts[at] * pairs / (at[0] * at[1] * (at[2] + at[1] / 2))
+
+    def priced(self, work: Iterable[Work]) -> float:
+        """Seconds of ``work``."""
+        return sum(self.parts(work).values())
+
+    def parts(self, work: Iterable[Work]) -> dict[str, float]:
+        """Seconds of ``work`` by part."""
+        listed = list(work)
+        self._learn([each.operator for each in listed])
+        found: dict[str, float] = defaultdict(float)
+        for each in listed:
+            found[each.part] += each.count * self._known[each.operator]
+        return dict(found)
+
+    def _learn(self, operators: Sequence[object]) -> None:
+        new = [each for each in dict.fromkeys(operators) if each not in self._known]
+        transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
+        for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
+            self._known[each] = estimate.seconds
+        for each in new:
+            if isinstance(each, AllReduce):
+                self._known[each] = self._reduced(each)
+            elif isinstance(each, StoredExperts):
+                self._known[each] = self._experts(each)
+        kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
+        for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
+            self._known[each] = estimate.seconds
+
+    def _reduced(self, each: AllReduce) -> float:
+        from e2e.serving._reduce import seconds
+
+        found = seconds(self.deployment.cluster.machine.name, each.engine, each.ranks, each.size_bytes)
+        if found is not None:
+            return found
+        return self._collectives.estimate([CollectiveTransfer("all_reduce", each.size_bytes, each.ranks)])[0].seconds
+
+    def _experts(self, each: StoredExperts) -> float:
+        plain = self._kernels.estimate([each.layer])[0].seconds
+        bits = WEIGHT_BITS[each.stored]
+        if bits > 5:
+            return plain
+        weights = sum(part.active * part.n * part.k for part in each.layer.products)
+        saved = weights * (2 - bits / 8) / self._bandwidth
+        compute = sum(part.flops for part in each.layer.products) / 6e14
+        return max(plain - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
+
+
+def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
+    """Grid points around ``value`` and its place between them; beyond the last one the slope goes on."""
+    place = min(max(bisect.bisect_left(grid, value), 1), len(grid) - 1)
+    low, high = grid[place - 1], grid[place]
+    return low, high, max((value - low) / (high - low), 0.0)
+
+
+def _near(length: int) -> int:
+    """The nearest of eight lengths per octave, so that few attention shapes are priced."""
+    if length <= 16:
+        return max(length, 1)
+    step = 1 << max(length.bit_length() - 4, 0)
+    return max(round(length / step) * step, 1)

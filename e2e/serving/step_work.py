@@ -1,0 +1,307 @@
+"""Device work of one step of a serving engine on one rank: the operators of its layers, engine's kernels as they are.
+
+Work that depends on the number of rows alone (products, norms, experts, all-reduces) is apart from attention, which
+depends on the lengths of the sequences. Operators are those of :mod:`costmodel.operators`; ``count`` says how often a
+step runs each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
+from costmodel.operators.collective_transfer import CollectiveTransfer
+from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm
+from costmodel.operators.experts import ExpertLayer
+from e2e.serving.deployment import Deployment
+from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
+
+# Kernels of the router beside its product (top-k with its softmax or sigmoid, sorting of rows by expert), of sampling
+# beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
+_ROUTING, _SAMPLING, _INPUTS = 2, 4, 3
+_HALF = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operator that a step runs ``count`` times; ``part``: layer part for breakdowns."""
+
+    operator: AnyOperator
+    count: float
+    part: str
+
+
+class StepWork:
+    """Work of the steps of one deployment."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.model, self.parallel = deployment.model, deployment.parallel
+        self.precision, self.engine = deployment.precision, deployment.engine
+        self.architecture = deployment.cluster.machine.chip().architecture
+
+    def rows(self, tokens: int, outputs: int) -> Iterator[Work]:
+        """Work for ``tokens`` rows of all layers, of which ``outputs`` are sampled."""
+        hidden, tp = self.model.hidden, self.parallel.tp
+        own = -(-tokens // self.parallel.attention_dp)
+        for layer, count in self.model.layers:
+            for each in self._mixer(layer.mixer, own):
+                yield Work(each.operator, each.count * count, each.part)
+            block = layer.block
+            found = self._dense(block, tokens) if isinstance(block, FeedForward) else self._experts(block, tokens)
+            for each in found:
+                yield Work(each.operator, each.count * count, each.part)
+        yield Work(Elementwise("fused", own * hidden, 1, 1, dtype=_HALF), _INPUTS, "head")
+        yield Work(_product(outputs, self.model.vocabulary // tp, hidden, "bf16", "bf16"), 1, "head")
+        yield Work(Reduction("max", outputs * self.model.vocabulary, outputs, _HALF), 1, "head")
+        yield Work(Elementwise("fused", outputs, 1, 1), _SAMPLING, "head")
+        if tp > 1:
+            size = outputs * self.model.vocabulary * 2 / tp
+            yield Work(CollectiveTransfer("all_gather", size, tp), 1, "head")
+
+    def _norm(self, rows: int) -> Iterator[Work]:
+        if not (self.engine.fuses_norms and self.parallel.attention_tp > 1):
+            yield Work(Elementwise("fused", rows * self.model.hidden, 2, 2, dtype=_HALF), 1, "norm")
+
+    def _cast(self, rows: int, columns: int, stored: str, fused: bool) -> Iterator[Work]:
+        """Quantisation of the operand of a product, unless the kernel before does it."""
+        if self._eight_bits(stored) and not (fused and self.engine.fuses_casts):
+            scaling = "block" if stored == "fp8-block" else "row"
+            yield Work(ScaledCast(rows, columns, _HALF, scaling, 1, True), 1, "cast")
+
+    def _eight_bits(self, stored: str) -> bool:
+        return stored.startswith("fp8") and self.precision.activations == "fp8"
+
+    def _linear(self, rows: int, columns: int, depth: int, part: str) -> Work:
+        return Work(_product(rows, columns, depth, self.precision.weights, self.precision.activations), 1, part)
+
+    def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
+        if ranks > 1:
+            yield Work(AllReduce(rows * self.model.hidden * 2, ranks, self.engine.all_reduce), 1, "all-reduce")
+
+    def _mixer(self, mixer: SoftmaxAttention | LatentAttention | LinearMixer, rows: int) -> Iterator[Work]:
+        hidden, tp, stored = self.model.hidden, self.parallel.attention_tp, self.precision.weights
+        yield from self._norm(rows)
+        yield from self._cast(rows, hidden, stored, fused=True)
+        if isinstance(mixer, SoftmaxAttention):
+            heads, groups = mixer.heads // tp, max(mixer.kv_heads // tp, 1)
+            wide = (heads * (2 if mixer.gated else 1) + 2 * groups) * mixer.head_dim
+            yield self._linear(rows, wide, hidden, "attention products")
+            turned = rows * (heads + groups) * mixer.head_dim
+            yield Work(Elementwise("fused", turned, 1, 1, dtype=_HALF), 2 if mixer.normalised else 1, "rotary")
+            yield Work(Elementwise("fused", rows * 2 * groups * mixer.head_dim, 1, 1, dtype=_HALF), 1, "cache write")
+            result = heads * mixer.head_dim
+        elif isinstance(mixer, LatentAttention):
+            heads = mixer.heads // tp
+            query = heads * (mixer.nope_dim + mixer.rope_dim)
+            narrow = mixer.kv_rank + mixer.rope_dim
+            yield self._linear(rows, mixer.query_rank + narrow if mixer.query_rank else query + narrow, hidden,
+                               "attention products")  # fmt: skip
+            yield Work(Elementwise("fused", rows * (mixer.query_rank + narrow), 1, 1, dtype=_HALF), 2, "norm")
+            if mixer.query_rank:
+                yield from self._cast(rows, mixer.query_rank, stored, fused=True)
+                yield self._linear(rows, query, mixer.query_rank, "attention products")
+            if mixer.index_heads:
+                yield self._linear(rows, mixer.index_heads * mixer.index_dim, mixer.query_rank or hidden, "indexer")
+                yield self._linear(rows, mixer.index_dim, hidden, "indexer")
+            yield Work(Elementwise("fused", rows * (query + narrow), 1, 1, dtype=_HALF), 2, "rotary")
+            result = heads * mixer.value_dim
+        else:
+            keys, values = mixer.key_heads // tp * mixer.key_dim, mixer.value_heads // tp * mixer.value_dim
+            yield self._linear(rows, 2 * keys + 2 * values, hidden, "attention products")
+            yield self._linear(rows, 2 * mixer.value_heads // tp, hidden, "attention products")
+            yield Work(Elementwise("fused", rows * values, 2, 1, dtype=_HALF), 1, "norm")
+            result = values
+        yield from self._cast(rows, result, stored, fused=False)
+        yield self._linear(rows, hidden, result, "attention products")
+        yield from self._reduced(rows, tp)
+
+    def _dense(self, block: FeedForward, rows: int) -> Iterator[Work]:
+        yield from self._norm(rows)
+        yield from self._feed_forward(block.inner, block.gated, rows)
+        yield from self._reduced(rows, self.parallel.tp)
+
+    def _feed_forward(self, inner: int, gated: bool, rows: int) -> Iterator[Work]:
+        hidden, stored = self.model.hidden, self.precision.weights
+        own = max(inner // self.parallel.tp, 1)
+        yield from self._cast(rows, hidden, stored, fused=True)
+        yield self._linear(rows, own * (2 if gated else 1), hidden, "feed-forward")
+        yield Work(Elementwise("fused", rows * own, 2 if gated else 1, 1, dtype=_HALF), 1, "activation")
+        yield from self._cast(rows, own, stored, fused=True)
+        yield self._linear(rows, hidden, own, "feed-forward")
+
+    def _experts(self, block: Experts, rows: int) -> Iterator[Work]:
+        hidden, parallel = self.model.hidden, self.parallel
+        yield from self._norm(-(-rows // parallel.attention_dp))
+        yield Work(Gemm(1, rows, block.count, hidden, _HALF, transpose_b=True), 1, "router")
+        yield Work(Elementwise("fused", rows * block.count, 1, 1), _ROUTING, "router")
+        own = max(block.inner // parallel.expert_tp, 1)
+        routed = rows * block.per_token
+        if parallel.ep > 1:
+            counts = slowest_counts(rows, block.per_token, block.count, parallel.ep, self.deployment.routing)
+        else:
+            counts = routed_counts(rows, block.per_token, block.count, self.deployment.routing)
+        dtype, scaling = _expert_dtype(self.precision.experts, self.precision.activations)
+        layer = ExpertLayer(counts, rows, hidden, own, dtype, self.engine.experts, True, scaling)
+        yield Work(StoredExperts(layer, self.precision.experts), 1, "experts")
+        if block.shared:
+            yield from self._feed_forward(block.shared, True, rows)
+        if parallel.attention_dp > 1:
+            size = rows * hidden * 2 / parallel.tp
+            yield Work(CollectiveTransfer("all_gather", size, parallel.tp), 1, "all-to-all")
+            yield Work(CollectiveTransfer("reduce_scatter", size * parallel.tp, parallel.tp), 1, "all-to-all")
+        else:
+            yield from self._reduced(rows, parallel.tp)
+        del routed
+
+    def kernels(self, tokens: int) -> float:
+        """Number of kernels of a step of ``tokens`` rows."""
+        attention = sum(count * (3 if isinstance(layer.mixer, LatentAttention) else 1) for layer, count in self.model.layers)
+        return attention + sum(
+            each.count * (7 if isinstance(each.operator, StoredExperts) else 1) for each in self.rows(tokens, 1)
+        )
+
+    def decoding(self, batch: int, context: int) -> Iterator[Work]:
+        """Attention of ``batch`` sequences, one token each, over ``context`` tokens, itself included."""
+        own, tp = -(-batch // self.parallel.attention_dp), self.parallel.attention_tp
+        for layer, count in self.model.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, SoftmaxAttention):
+                yield Work(self._softmax(mixer, own, 1, context), count, "attention")
+            elif isinstance(mixer, LatentAttention):
+                heads = mixer.heads // tp
+                seen = min(context, mixer.selected) if mixer.selected else context
+                yield Work(Gemm(heads, own, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
+                yield Work(
+                    Attention(own, heads, 1, max(seen, 2), mixer.kv_rank + mixer.rope_dim, 1, True, _HALF, kernel="mla",
+                              value_dim=mixer.kv_rank, paged=True), count, "attention",
+                )  # fmt: skip
+                yield Work(Gemm(heads, own, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
+                if mixer.selected:
+                    yield Work(Gemm(own, mixer.index_heads, context, mixer.index_dim, _HALF), count, "indexer")
+            else:
+                yield from self._linear_mixer(mixer, own, 1, count)
+
+    def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
+        """Attention of ``batch`` prompts with ``queries`` new tokens each after ``prior`` ones in the cache."""
+        tp = self.parallel.attention_tp
+        for layer, count in self.model.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, SoftmaxAttention):
+                yield Work(self._softmax(mixer, batch, queries, queries + prior), count, "attention")
+            elif isinstance(mixer, LatentAttention):
+                heads = mixer.heads // tp
+                wide = heads * (mixer.nope_dim + mixer.value_dim)
+                yield Work(_product(batch * (queries + prior), wide, mixer.kv_rank, self.precision.weights,
+                                    self.precision.activations), count, "attention products")  # fmt: skip
+                yield Work(
+                    Attention(batch, heads, queries, queries + prior, mixer.nope_dim + mixer.rope_dim, heads, True, _HALF,
+                              kernel=self._kernel(), value_dim=mixer.value_dim), count, "attention",
+                )  # fmt: skip
+            else:
+                yield from self._linear_mixer(mixer, batch, queries, count)
+
+    def _softmax(self, mixer: SoftmaxAttention, batch: int, queries: int, keys: int) -> Attention:
+        tp = self.parallel.attention_tp
+        kernel, dtype = self._kernel(), _HALF
+        if mixer.window:
+            keys = min(keys, queries + mixer.window - 1)
+        return Attention(
+            batch, mixer.heads // tp, queries, max(keys, queries), mixer.head_dim, max(mixer.kv_heads // tp, 1), True,
+            dtype, kernel=kernel, window=mixer.window, paged=True,
+        )  # fmt: skip
+
+    def _linear_mixer(self, mixer: LinearMixer, batch: int, length: int, count: int) -> Iterator[Work]:
+        tp = self.parallel.attention_tp
+        yield Work(
+            CausalConvolution(batch, mixer.channels // tp, length, mixer.convolution, _HALF, update=length == 1),
+            count, "attention",
+        )  # fmt: skip
+        yield Work(
+            LinearAttention(mixer.kind, batch, length, max(mixer.key_heads // tp, 1), mixer.key_dim,
+                            max(mixer.value_heads // tp, 1), mixer.value_dim, keeps_states=True), count, "attention",
+        )  # fmt: skip
+
+    def _kernel(self) -> AttentionKernel:
+        """Kernel that engines select on this GPU."""
+        return {"hopper": "flash3", "blackwell": "cudnn"}.get(self.architecture, "flash2")  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """All-reduce of ``size_bytes`` among ``ranks`` by the kernels of an ``engine``."""
+
+    size_bytes: int
+    ranks: int
+    engine: str
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """Layer of experts whose weights are ``stored`` in fewer bits than they are multiplied with."""
+
+    layer: ExpertLayer
+    stored: str
+
+
+def _product(rows: int, columns: int, depth: int, stored: str, activations: str) -> AnyOperator:
+    rows, columns, depth = max(rows, 1), max(columns, 1), max(depth, 1)
+    if stored.startswith("fp8") and activations == "fp8":
+        return ScaledGemm(rows, columns, depth, scaling="block" if stored == "fp8-block" else "tensor")
+    return Gemm(1, rows, columns, depth, _HALF, transpose_b=True)
+
+
+def _expert_dtype(stored: str, activations: str) -> tuple[str, str]:
+    if stored.startswith("fp8") and activations == "fp8":
+        return "float8", "block" if stored == "fp8-block" else "tensor"
+    return _HALF, ""
+
+
+@lru_cache(maxsize=65536)
+def routed_counts(rows: int, per_token: int, experts: int, routing: object) -> tuple[int, ...]:
+    """Rows of every expert; drawn: each token's experts are drawn independently, so that few tokens meet at some."""
+    if routing is not None:
+        return routing.counts(rows * per_token, experts)  # type: ignore[attr-defined,no-any-return]
+    return _drawn(rows, per_token, experts)
+
+
+def _drawn(rows: int, per_token: int, experts: int) -> tuple[int, ...]:
+    """Quantiles of the binomial distribution of the rows of one expert, adding up to all rows."""
+    share = per_token / experts
+    places = [(each + 0.5) / experts for each in range(experts)]
+    if rows > 256:
+        from statistics import NormalDist
+
+        spread = NormalDist(rows * share, math.sqrt(rows * share * (1 - share)) or 1e-9)
+        found = [max(spread.inv_cdf(place), 0.0) for place in places]
+    else:
+        found, below, term, hits = [], 0.0, (1 - share) ** rows, 0
+        total = term
+        for place in places:
+            while total < place and hits < rows:
+                term *= (rows - hits) / (hits + 1) * share / (1 - share) if share < 1 else 0.0
+                hits += 1
+                total += term
+            found.append(float(hits if share < 1 else rows))
+        del below
+    scale = rows * per_token / max(sum(found), 1e-9)
+    exact, whole, carried = 0.0, [], 0
+    for each in found:
+        exact += each * scale
+        whole.append(round(exact) - carried)
+        carried = round(exact)
+    return tuple(whole)
+
+
+@lru_cache(maxsize=65536)
+def slowest_counts(rows: int, per_token: int, experts: int, ranks: int, routing: object) -> tuple[int, ...]:
+    """Rows of the experts of the busiest of ``ranks``."""
+    if routing is not None:
+        return routing.slowest(rows * per_token, experts, ranks)  # type: ignore[attr-defined,no-any-return]
+    local = experts // ranks
+    counts = _drawn(rows, per_token, experts)
+    return counts[:: max(experts // max(local, 1), 1)][:local]

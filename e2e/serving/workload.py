@@ -1,0 +1,67 @@
+"""Requests that clients send: lengths, and when they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order in which they are sent; arrays over the requests.
+
+    ``arrivals``: seconds at which they arrive, or ``None`` for a closed loop: ``concurrency`` clients start at once,
+    and each sends its next request when the one before is answered.
+    """
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    arrivals: np.ndarray | None = None
+    concurrency: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of requests."""
+        return len(self.inputs)
+
+
+def drawn_lengths(mean: int, shortest: float, count: int, seed: int) -> np.ndarray:
+    """``count`` whole lengths, even between ``shortest`` x ``mean`` and ``mean``, in a fixed shuffled order."""
+    if shortest >= 1:
+        return np.full(count, mean)
+    places = (np.random.default_rng(seed).permutation(count) + 0.5) / count
+    return np.maximum(np.round(mean * (shortest + (1 - shortest) * places)), 1).astype(int)
+
+
+def closed_loop(
+    input_length: int, output_length: int, concurrency: int, requests: int, shortest: float = 1.0
+) -> Workload:
+    """Clients in lockstep that each send a request after the answer to the one before."""
+    return Workload(
+        drawn_lengths(input_length, shortest, requests, 1),
+        drawn_lengths(output_length, shortest, requests, 2),
+        concurrency=min(concurrency, requests),
+    )
+
+
+def open_loop(input_length: int, output_length: int, rate: float, requests: int, shortest: float = 1.0) -> Workload:
+    """Requests that arrive at random, ``rate`` a second on average."""
+    if rate <= 0:
+        raise InputError(f"--rate {rate}: must be above zero")
+    gaps = np.random.default_rng(3).exponential(1 / rate, requests)
+    return Workload(
+        drawn_lengths(input_length, shortest, requests, 1),
+        drawn_lengths(output_length, shortest, requests, 2),
+        np.cumsum(gaps) - gaps[0],
+    )
+
+
+def weighted_quantiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Values below which the ``shares`` of all weights lie."""
+    order = np.argsort(values)
+    ordered, total = np.asarray(values)[order], np.cumsum(np.asarray(weights)[order])
+    return [float(ordered[min(np.searchsorted(total, share * total[-1]), len(ordered) - 1)]) for share in shares]
