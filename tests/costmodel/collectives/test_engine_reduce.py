@@ -1,17 +1,24 @@
 """All-reduces by engines' own kernels: one-shot, two-shot, NCCL above."""
 
+from functools import lru_cache
+
 import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
 from costmodel.collectives.engine_reduce import EngineReduce, reduce_of
+from costmodel.cost_model import CostModel
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
 
+@lru_cache
+def _model(machine: str) -> CostModel:
+    return collective_cost_model(load_cluster(machine, 8))
+
+
 def _seconds(machine: str, size: float, engine: str, ranks: int = 8) -> float:
-    transfer = CollectiveTransfer("all_reduce", size, ranks, engine=engine)
-    return collective_cost_model(load_cluster(machine, 8)).estimate([transfer])[0].seconds
+    return _model(machine).estimate([CollectiveTransfer("all_reduce", size, ranks, engine=engine)])[0].seconds
 
 
 def test_small_messages_take_one_shot_and_larger_ones_two() -> None:
