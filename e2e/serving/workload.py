@@ -22,6 +22,11 @@ class Workload:
     outputs: np.ndarray
     arrivals: np.ndarray | None = None
     concurrency: int = 0
+    # Lower ones are served first; ``None``: first come, first served.
+    priorities: np.ndarray | None = None
+    # Identities of the blocks of ``prefix_block`` tokens of each prompt: equal ones have equal tokens, and before them.
+    prefixes: Sequence[tuple[int, ...]] | None = None
+    prefix_block: int = 0
 
     @property
     def count(self) -> int:
