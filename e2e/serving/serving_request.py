@@ -16,6 +16,7 @@ from costmodel.operators.experts import ExpertRouting
 from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.deployment import Deployment, read_parallel, read_precision
 from e2e.serving.engines import engine_named
+from e2e.serving.replicas import serve_workload
 from e2e.serving.schedule import Scheduler, ServedRun
 from e2e.serving.served_model import ServedModel, served_model
 from e2e.serving.step_price import StepPrice
@@ -73,7 +74,9 @@ def serve(request: ServingRequest) -> ServingAnswer:
     if room.tokens < longest:
         raise InputError(room.shortage(deployment, longest))
     price = StepPrice(deployment)
-    return ServingAnswer(request, deployment, workload, price, room, Scheduler(price, room.tokens, workload).serve())
+    run = ServedRun.of(workload.count)
+    serve_workload(workload, [Scheduler(price, room.tokens, run)])
+    return ServingAnswer(request, deployment, workload, price, room, run)
 
 
 def deployment_of(request: ServingRequest) -> Deployment:

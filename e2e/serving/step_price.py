@@ -45,9 +45,15 @@ class StepPrice:
         self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
         self._rows: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self._prompts: dict[tuple[int, int, int], float] = {}
         self._known: dict[object, float] = {}
         self._launches = self.work.kernels(64)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decoding sequence gets in one step."""
+        return 1.0
 
     def step_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of one step: ``sequences`` decode one token each after ``context`` tokens on average, beside
@@ -93,11 +99,19 @@ class StepPrice:
 
     def decoding_seconds(self, sequences: int, context: float) -> float:
         """Seconds of the attention of ``sequences`` single tokens."""
+        place = min(max(bisect.bisect_left(_CONTEXTS, context), 1), len(_CONTEXTS) - 1)
+        line = self._lines.get((sequences, place))
+        if line is None:
+            line = self._lines[sequences, place] = self._line(sequences, place)
+        return line[0] + line[1] * max(context, _CONTEXTS[0])
+
+    def _line(self, sequences: int, place: int) -> tuple[float, float]:
+        """Seconds of ``sequences`` single tokens at context 0 and per token of it, between two contexts of the grid."""
         low, high, share = _between(_SEQUENCES, sequences)
-        near, far, depth = _between(_CONTEXTS, max(context, _CONTEXTS[0]))
-        return (1 - share) * ((1 - depth) * self._at(low, near) + depth * self._at(low, far)) + share * (
-            (1 - depth) * self._at(high, near) + depth * self._at(high, far)
-        )
+        near, far = _CONTEXTS[place - 1], _CONTEXTS[place]
+        first = (1 - share) * self._at(low, near) + share * self._at(high, near)
+        slope = ((1 - share) * self._at(low, far) + share * self._at(high, far) - first) / (far - near)
+        return first - slope * near, slope
 
     def _at(self, sequences: int, context: int) -> float:
         key = (sequences, context)
