@@ -18,8 +18,8 @@ from e2e.serving.step_price import Prompt, StepPrice
 # Contexts grow by this share at most in steps that are taken together.
 _GROWTH = 0.1
 # SGLang reserves for a running sequence this share of the outputs that it may still produce; the share falls in so many
-# decoding steps to the smallest, and a sequence that is retracted sets it anew, with so many tokens of reserve (defaults
-# of SGLANG_INIT_NEW_TOKEN_RATIO, _MIN_NEW_TOKEN_RATIO_FACTOR, _NEW_TOKEN_RATIO_DECAY_STEPS, _RETRACT_DECODE_STEPS and
+# decoding steps to the smallest, and a retracted sequence sets it anew, with so many tokens of reserve (defaults of
+# SGLANG_INIT_NEW_TOKEN_RATIO, _MIN_NEW_TOKEN_RATIO_FACTOR, _NEW_TOKEN_RATIO_DECAY_STEPS, _RETRACT_DECODE_STEPS and
 # _CLIP_MAX_NEW_TOKENS_ESTIMATION in python/sglang/srt/environ.py).
 _RESERVED, _LEAST_RESERVED, _FALLING_STEPS, _RETRACT_STEPS, _CLIP = 0.7, 0.7 * 0.14, 600, 20, 4096
 

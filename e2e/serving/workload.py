@@ -24,7 +24,7 @@ class Workload:
     concurrency: int = 0
     # Lower ones are served first; ``None``: first come, first served.
     priorities: np.ndarray | None = None
-    # Identities of the blocks of ``prefix_block`` tokens of each prompt: equal ones have the same tokens, before them too.
+    # Identities of the blocks of ``prefix_block`` tokens of each prompt; equal ones have equal tokens up to their ends.
     prefixes: Sequence[tuple[int, ...]] | None = None
     prefix_block: int = 0
 
