@@ -49,8 +49,6 @@ class Engine:
     # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.
     fuses_casts: bool
     fuses_norms: bool
-    # The host prepares a step while the one before runs.
-    overlapped: bool
     # Seconds of the server before the first token (HTTP, tokeniser, queues between processes); of the host per step;
     # per sequence of a step; per kernel that is launched without a graph.
     server: float

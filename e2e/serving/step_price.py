@@ -64,8 +64,7 @@ class StepPrice:
         engine = self.engine
         if prompts or rows > engine.graph_sequences:
             device = max(device, self._launches * engine.launch)
-        host = engine.step + engine.sequence * (sequences + len(prompts))
-        return max(device, host) if engine.overlapped else device + host
+        return device + engine.step + engine.sequence * (sequences + len(prompts))
 
     def device_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of the GPU in a step."""
