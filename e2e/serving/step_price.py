@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.collectives import collective_cost_model
-from costmodel.cost_model import CostModel
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
@@ -47,7 +47,7 @@ class StepPrice:
         self._decoding: dict[tuple[int, int], float] = {}
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self._prompts: dict[tuple[int, int, int], float] = {}
-        self._known: dict[object, float] = {}
+        self._known: dict[object, Estimate] = {}
         self._launches = self.work.kernels(64)
 
     @property
@@ -135,18 +135,22 @@ class StepPrice:
 
     def parts(self, work: Iterable[Work]) -> dict[str, float]:
         """Seconds of ``work`` by part."""
+        found: dict[str, float] = defaultdict(float)
+        for each, estimate in self.estimates(work):
+            found[each.part] += each.count * estimate.seconds
+        return dict(found)
+
+    def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
+        """Each of ``work`` with the estimate of its operator."""
         listed = list(work)
         self._learn([each.operator for each in listed])
-        found: dict[str, float] = defaultdict(float)
-        for each in listed:
-            found[each.part] += each.count * self._known[each.operator]
-        return dict(found)
+        return [(each, self._known[each.operator]) for each in listed]
 
     def _learn(self, operators: Sequence[object]) -> None:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
         for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
-            self._known[each] = estimate.seconds
+            self._known[each] = estimate
         for each in new:
             if isinstance(each, AllReduce):
                 self._known[each] = self._reduced(each)
@@ -154,25 +158,27 @@ class StepPrice:
                 self._known[each] = self._experts(each)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
-            self._known[each] = estimate.seconds
+            self._known[each] = estimate
 
-    def _reduced(self, each: AllReduce) -> float:
+    def _reduced(self, each: AllReduce) -> Estimate:
         from e2e.serving._reduce import seconds
 
         found = seconds(self.deployment.cluster.machine.name, each.engine, each.ranks, each.size_bytes)
         if found is not None:
-            return found
-        return self._collectives.estimate([CollectiveTransfer("all_reduce", each.size_bytes, each.ranks)])[0].seconds
+            return Estimate(found, found, found, "interconnect", source="measured")
+        return self._collectives.estimate([CollectiveTransfer("all_reduce", each.size_bytes, each.ranks)])[0]
 
-    def _experts(self, each: StoredExperts) -> float:
-        plain = self._kernels.estimate([each.layer])[0].seconds
+    def _experts(self, each: StoredExperts) -> Estimate:
+        plain = self._kernels.estimate([each.layer])[0]
         bits = WEIGHT_BITS[each.stored]
         if bits > 5:
             return plain
         weights = sum(part.active * part.n * part.k for part in each.layer.products)
         saved = weights * (2 - bits / 8) / self._bandwidth
         compute = sum(part.flops for part in each.layer.products) / 6e14
-        return max(plain - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
+        seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
+        ratio = seconds / plain.seconds
+        return replace(plain, seconds=seconds, lower=plain.lower * ratio, upper=plain.upper * ratio, source="analytic")
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
