@@ -16,8 +16,8 @@ from costmodel.operators.experts import ExpertKernel
 # ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
 # prompts runs alone before decoding goes on; ``whole-prompts``: whole prompts join the step of single tokens.
 Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
-# Which waiting sequences start: ``prompt``: those whose prompts the cache has room for; ``estimate``: those for which the
-# running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the first
+# Which waiting sequences start: ``prompt``: those whose prompts the cache has room for; ``estimate``: those for which
+# the running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the first
 # two, sequences are preempted when the cache is full.
 Admission = Literal["prompt", "estimate", "no-evict"]
 FILE = Path(__file__).with_name("engines.yaml")
