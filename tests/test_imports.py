@@ -40,7 +40,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "e2e": (
         "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "whatif", "report",
-        "sharding", "sources", "sweeps", "commands",
+        "sharding", "sources", "sweeps", "serving", "commands",
     ),
     "lab": ("data", "steps", "fit", "validate", "bench"),
 }  # fmt: skip

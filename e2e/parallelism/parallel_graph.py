@@ -401,7 +401,8 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     other.
     """
     from e2e.capture.models.catalog import known_models, unknown_model
-    from e2e.capture.models.transformer import PRESETS, read_config
+    from e2e.capture.models.configurations import PRESETS
+    from e2e.capture.models.transformer import read_config
 
     if isinstance(model, str) and model in PRESETS:
         return dict(PRESETS[model]), model

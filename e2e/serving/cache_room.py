@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from costmodel.base.units import format_quantity
 from e2e.serving.deployment import Deployment
@@ -23,6 +23,10 @@ class CacheRoom:
     cache_bytes: float
     tokens: int
 
+    def memory(self) -> dict[str, float]:
+        """Bytes by part."""
+        return {name: value for name, value in asdict(self).items() if name.endswith("_bytes")}
+
     def shortage(self, deployment: Deployment, longest: int) -> str:
         """Why ``longest`` tokens do not fit, and how much is missing."""
         needed = self.weight_bytes + self.activation_bytes + self.reserve_bytes
@@ -40,11 +44,12 @@ def cache_room(deployment: Deployment) -> CacheRoom:
     """The room for the cache on the GPUs of ``deployment``."""
     engine, machine = deployment.engine, deployment.cluster.machine
     usable = float(machine.memory[-1].usable) * engine.memory_share
-    weights = deployment.weight_bytes()
+    draft = deployment.draft
+    weights = deployment.weight_bytes() + (draft.weight_bytes() if draft else 0.0)
     activations = _activation_bytes(deployment)
     reserve = _CONTEXT + (_PER_GPU_OF_GROUP if deployment.parallel.gpus > 1 else 0.0)
     left = max(usable - weights - activations - reserve, 0.0)
-    size = deployment.cache_bytes()
+    size = deployment.cache_bytes() + (draft.cache_bytes() if draft else 0.0)
     tokens = int(left / size) * deployment.parallel.attention_dp if size else 1 << 40
     return CacheRoom(usable, weights, activations, reserve, left, tokens // engine.block * engine.block)
 
@@ -54,7 +59,8 @@ def _activation_bytes(deployment: Deployment) -> float:
     model = deployment.model
     rows = deployment.engine.token_budget
     widest = max(
-        (getattr(layer.block, "inner", 0) * getattr(layer.block, "per_token", 1) for layer, _ in model.layers), default=0
+        (getattr(layer.block, "inner", 0) * getattr(layer.block, "per_token", 1) for layer, _ in model.layers),
+        default=0,
     )
     scores = min(deployment.engine.sequences, 1024) * model.vocabulary * 4 / deployment.parallel.tp
     return rows * (3 * widest / deployment.parallel.tp + 4 * model.hidden) * 2.0 + scores

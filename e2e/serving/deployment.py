@@ -11,6 +11,7 @@ from costmodel.machines.cluster import Cluster
 from costmodel.operators.experts import ExpertRouting
 from e2e.serving.engines import Engine
 from e2e.serving.served_model import LatentAttention, ServedModel, SoftmaxAttention
+from e2e.serving.speculation import Speculation
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128; mxfp4: a byte per 32; nvfp4: a byte per
 # 16; int4: an FP16 per 128).
@@ -43,7 +44,9 @@ def read_precision(text: str, model: ServedModel) -> ServingPrecision:
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     eight = any(each.startswith("fp8") for each in (weights, experts))
-    return ServingPrecision(weights, experts, asked.get("activations", "fp8" if eight else "bf16"), asked.get("kv", "bf16"))
+    return ServingPrecision(
+        weights, experts, asked.get("activations", "fp8" if eight else "bf16"), asked.get("kv", "bf16")
+    )
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,14 @@ class Deployment:
     parallel: ServingParallel
     precision: ServingPrecision
     routing: ExpertRouting
+    speculation: Speculation | None = None
+
+    @property
+    def draft(self) -> Deployment | None:
+        """The draft model of speculative decoding, on the same GPUs."""
+        if self.speculation is None:
+            return None
+        return replace(self, model=self.speculation.draft, speculation=None)
 
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""
@@ -144,7 +155,9 @@ class Deployment:
         for layer, count in self.model.layers:
             block = layer.block
             if isinstance(block, Experts):
-                found += count * 3 * hidden * block.count * block.inner / parallel.tp * WEIGHT_BITS[precision.experts] / 8
+                found += (
+                    count * 3 * hidden * block.count * block.inner / parallel.tp * WEIGHT_BITS[precision.experts] / 8
+                )
                 found += count * 3 * hidden * block.shared / parallel.tp * WEIGHT_BITS[precision.weights] / 8
                 found += count * hidden * block.count * 2
             else:

@@ -198,6 +198,7 @@ class ServedModel:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
+_ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "roberta", "t5", "vit", "xlm-roberta")
 # Model types whose attention normalises queries and keys.
 _NORMALISED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2")
 _UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
@@ -208,8 +209,8 @@ def served_model(config: Mapping[str, Any], source: str) -> ServedModel:
     config = _text_part(config)
     read = _Reader(config, source)
     kind = str(config.get("model_type", ""))
-    if config.get("is_encoder_decoder"):
-        raise InputError(f"{source}: has an encoder; serving is modelled for decoders only")
+    if config.get("is_encoder_decoder") or kind in _ENCODERS:
+        raise InputError(f"{source}: has an encoder ({kind}); serving is modelled for decoders only")
     hidden = read.number("hidden_size", "n_embd", "d_model")
     count = read.number("num_hidden_layers", "n_layer", "num_layers")
     kinds = _layer_kinds(config, count)
@@ -298,6 +299,8 @@ def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
         )
     width = read.number("head_dim", default=0) or hidden // heads
     groups = read.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        groups = 1
     if heads % groups:
         raise InputError(f"{read.source}: {heads} heads cannot share {groups} key-value heads; check the configuration")
     return SoftmaxAttention(

@@ -201,7 +201,7 @@ class _Modelled(Request, HostOptions, StackOptions, CaptureOptions, GpuOptions):
     @property
     def has_sequences(self) -> bool:
         """True if the model is a transformer."""
-        from e2e.capture.models.transformer import PRESETS
+        from e2e.capture.models.configurations import PRESETS
 
         return self.model_config is not None or self.model in PRESETS or Path(self.model or "").suffix == ".json"
 

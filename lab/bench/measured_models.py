@@ -27,6 +27,7 @@ from costmodel.measure.device import failure_line, open_device, provenance, rele
 from costmodel.measure.overhead_suite import step_seconds, traced_seconds
 from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
 from e2e.capture.models import catalog, dlrm, transformer
+from e2e.capture.models.configurations import PRESETS
 from e2e.step.options import StepOptions
 from lab.command_line import program, run
 
@@ -114,7 +115,7 @@ def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
         return _images(case, device, options)
     if case.model in dlrm.CONFIGS:
         return _dlrm(case, device, options)
-    if case.model in transformer.PRESETS:
+    if case.model in PRESETS:
         return _transformer(case, device, options)
     raise InputError(f"model {case.model!r} has no real step; choose one of {', '.join(catalog.known_models())}")
 
@@ -158,7 +159,7 @@ def _dlrm(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], An
 
 def _transformer(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
     attention = "eager" if case.attention == "eager" else "sdpa"
-    shape = transformer.build_transformer(transformer.PRESETS[case.model], attention, case.model)
+    shape = transformer.build_transformer(PRESETS[case.model], attention, case.model)
     length = transformer.sequence_length(shape.config.to_dict(), case.sequence_length or None, case.model)
     with torch.device(device):
         # Built again: the meta device does not keep the values of buffers such as masks and rotary frequencies.

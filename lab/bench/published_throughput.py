@@ -333,7 +333,7 @@ def _embeddings(step: AskedStep) -> float:
     """Flop/s of one GPU for embeddings that are only looked up, if they were multiplied."""
     from transformers import CONFIG_MAPPING
 
-    from e2e.capture.models.transformer import PRESETS
+    from e2e.capture.models.configurations import PRESETS
 
     given = {**PRESETS[step.model], **step.config}
     config = CONFIG_MAPPING[given.pop("model_type")](**given)

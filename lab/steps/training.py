@@ -54,7 +54,7 @@ from typing import Any, Literal
 
 from costmodel.base.errors import InputError
 from costmodel.operators.experts import BALANCED, ExpertRouting
-from e2e.capture.models.transformer import PRESETS
+from e2e.capture.models.configurations import PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.options import AttentionForm, Precision
 from lab.data.data_folder import csv_rows, reading

@@ -192,7 +192,7 @@ def left_out_band(source: str) -> SpeedBand | None:
 
 def _configuration(step: AskedStep, kept: Path) -> Path:
     """Configuration file of the model with the row's changes."""
-    from e2e.capture.models.transformer import PRESETS
+    from e2e.capture.models.configurations import PRESETS
 
     text = json.dumps({**PRESETS[step.model], **step.config}, indent=1)
     path = kept / "-".join([step.model, *map(str, step.config.values())])

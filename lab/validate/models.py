@@ -230,7 +230,8 @@ def models_section(data: Path, only: str = "") -> Validation | None:
 
 def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
     """Operators of the measured case; see :mod:`lab.steps.labelled_models`."""
-    from e2e.capture.models.transformer import PRESETS, read_config
+    from e2e.capture.models.configurations import PRESETS
+    from e2e.capture.models.transformer import read_config
     from e2e.capture.session import capture
     from e2e.step.options import StepOptions
     from lab.steps.labelled_models import label_workload

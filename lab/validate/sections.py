@@ -175,6 +175,12 @@ def _memory(asked: Asked) -> Section | None:
     return memory_section(asked.data, asked.only)
 
 
+def _served(asked: Asked) -> Section | None:
+    from lab.validate.serving import serving_section
+
+    return serving_section(asked.data, asked.only)
+
+
 SECTIONS: dict[str, Callable[[Asked], Section | None]] = {
     "training": _training,
     "memory": _memory,
@@ -185,6 +191,7 @@ SECTIONS: dict[str, Callable[[Asked], Section | None]] = {
     "vision": _vision,
     "kernels": partial(_kernel_part, "kernels", _kernels),
     "scans": partial(_kernel_part, "scans", _scans),
-    "serving": partial(_kernel_part, "serving", _serving),
+    "serving-kernels": partial(_kernel_part, "serving", _serving),
+    "serving": _served,
     "collectives": partial(_kernel_part, "collectives", _collectives),
 }

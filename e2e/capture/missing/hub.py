@@ -1,5 +1,5 @@
 """The Hugging Face hub without a network: its cache on this machine, and beside it the configurations that this project
-knows by name (:mod:`e2e.capture.models.hub_names`), written as files where the libraries look for them.
+knows by name (:mod:`e2e.capture.models.configurations`), written as files where the libraries look for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from e2e.capture.imports import patched_imports
-from e2e.capture.models.hub_names import published, published_parts
+from e2e.capture.models.configurations import published, published_parts
 
 # Commit of what is made up.
 _COMMIT = "0" * 40

@@ -1,7 +1,7 @@
 """Built-in workloads by name: a model on the meta device, its optimizer and its step.
 
 The names are in ``IMAGES`` here, in ``CONFIGS`` of :mod:`e2e.capture.models.dlrm` and in ``PRESETS`` of
-:mod:`e2e.capture.models.transformer`. Imports ``torch``.
+:mod:`e2e.capture.models.configurations`. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from costmodel.base.errors import InputError
 from e2e.capture.attention import absorb, pack_documents
 from e2e.capture.models import dlrm, transformer
+from e2e.capture.models.configurations import PRESETS
 from e2e.capture.models.image_models import InceptionV3, ResNet50, timm_module
 from e2e.capture.models.layer_forms import add_adapters, apply_forms
 from e2e.capture.models.stacks import apply_stack, stack_of
@@ -95,7 +96,7 @@ def known_models() -> tuple[str, ...]:
     It also accepts ``dlrm-random-<tables>[-<seed>]``, and ``timm/NAME`` for image models of that library if it is
     installed.
     """
-    return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *transformer.PRESETS)))
+    return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *PRESETS)))
 
 
 def unknown_model(name: str, known: Sequence[str]) -> InputError:
@@ -120,13 +121,13 @@ def build(
         raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
     if name not in known_models() and not RANDOM_DLRM.match(name) and not name.startswith(TIMM):
         raise unknown_model(name, known_models())
-    if options.stack is not None and name not in transformer.PRESETS:
+    if options.stack is not None and name not in PRESETS:
         raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
-    if options.lora is not None and name not in transformer.PRESETS:
+    if options.lora is not None and name not in PRESETS:
         raise InputError(f"--lora {options.lora}: is for transformers; leave it out for model {name!r}")
-    if options.document_length is not None and name not in transformer.PRESETS:
+    if options.document_length is not None and name not in PRESETS:
         raise InputError(f"--document-length is for transformers; leave it out for model {name!r}")
-    if options.cache_length is not None and name not in transformer.PRESETS:
+    if options.cache_length is not None and name not in PRESETS:
         raise InputError(f"--cache-length is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
         make, side = IMAGES[name]
@@ -143,7 +144,7 @@ def build(
             config = dlrm.random_tables(max(int(matched[1]), 1), int(matched[2] or 0))
         assert config is not None
         return build_dlrm(config, batch_size, options, name)
-    return build_from_config(transformer.PRESETS[name], batch_size, sequence_length, options, name)
+    return build_from_config(PRESETS[name], batch_size, sequence_length, options, name)
 
 
 def build_from_file(

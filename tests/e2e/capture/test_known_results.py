@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from e2e.capture.meta_results import KnownResults
 from e2e.capture.models.catalog import build, build_from_config
-from e2e.capture.models.transformer import PRESETS
+from e2e.capture.models.configurations import PRESETS
 from e2e.capture.session import capture
 from e2e.step.operator_trace import OperatorCall, OperatorTrace
 from e2e.step.options import StepOptions

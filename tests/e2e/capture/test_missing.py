@@ -21,7 +21,7 @@ from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
 from e2e.capture.missing.weights import weights_not_read
-from e2e.capture.models.hub_names import published, published_parts
+from e2e.capture.models.configurations import published, published_parts
 from e2e.capture.stand_ins import driver_tools
 from e2e.commands.e2e_api import predict
 from e2e.step.options import SeenGpu

@@ -15,8 +15,8 @@ from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.capture import build, capture, known_models
 from e2e.capture.models.catalog import build_dlrm, build_from_config, build_from_file
+from e2e.capture.models.configurations import PRESETS
 from e2e.capture.models.dlrm import CONFIGS, Dlrm, DlrmConfig, random_tables
-from e2e.capture.models.transformer import PRESETS
 from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph

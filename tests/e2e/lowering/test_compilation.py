@@ -213,7 +213,7 @@ def test_every_task_is_launched_once():
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from e2e.capture.models.catalog import build_from_config
-    from e2e.capture.models.transformer import PRESETS
+    from e2e.capture.models.configurations import PRESETS
     from e2e.capture.session import capture
     from e2e.step.options import StepOptions
 

@@ -244,7 +244,7 @@ test_use, test_use_thoroughly = held(USE)
 
 @pytest.mark.parametrize("way", [{}, {"gpus": 2, "parallel": "tp=2"}, {"mode": "inference"}])
 def test_a_built_in_model_is_its_configuration(way):
-    from e2e.capture.models.transformer import PRESETS
+    from e2e.capture.models.configurations import PRESETS
 
     CONFIGURATIONS.setdefault("gpt2-whole", dict(PRESETS["gpt2"]))
     asked = {"gpu": "h100-sxm", "sequence_length": 64, **way}

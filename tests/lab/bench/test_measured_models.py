@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 from costmodel.base.errors import InputError
-from e2e.capture.models import catalog, dlrm, transformer
+from e2e.capture.models import catalog, dlrm
+from e2e.capture.models.configurations import PRESETS
 from e2e.capture.models.image_models import ResNet50
 from lab.bench.measured_models import CASES, SAMPLES, ModelCase, app, measure_models
 from lab.command_line import run
@@ -28,7 +29,7 @@ CASES_OF_EVERY_KIND = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setitem(transformer.PRESETS, "tiny-gpt", TINY)
+    monkeypatch.setitem(PRESETS, "tiny-gpt", TINY)
     monkeypatch.setitem(catalog.IMAGES, "tiny-images", (ResNet50, 32))
     ddp = dlrm.CONFIGS["dlrm-ddp"]
     monkeypatch.setitem(dlrm.CONFIGS, "tiny-dlrm", replace(ddp, rows=tuple(min(each, 50) for each in ddp.rows)))

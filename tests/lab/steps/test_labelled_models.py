@@ -19,7 +19,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax
-from e2e.capture.models.transformer import PRESETS, read_config
+from e2e.capture.models.configurations import PRESETS
+from e2e.capture.models.transformer import read_config
 from e2e.capture.session import capture
 from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower

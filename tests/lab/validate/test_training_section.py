@@ -121,7 +121,8 @@ def test_sequences_of_torchtitan_that_ranks_share_go_round_a_ring(tmp_path: Path
 
 
 def test_models_have_the_published_number_of_parameters() -> None:
-    from e2e.capture.models.transformer import PRESETS, build_transformer
+    from e2e.capture.models.configurations import PRESETS
+    from e2e.capture.models.transformer import build_transformer
 
     published = {"mpt-125m": 125311488, "mpt-1b": 1315950592, "llama-3.1-8b": 8030261248}
     for name, count in published.items():

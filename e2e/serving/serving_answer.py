@@ -1,0 +1,125 @@
+"""The road of ``e2e serve``: from a request to what every client saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.base.errors import InputError, ShortageError
+from costmodel.base.input_files import decoded, read_text
+from costmodel.machines.cluster import load_cluster
+from e2e.capture.models.configurations import served, with_defaults
+from e2e.serving.cache_room import CacheRoom, cache_room
+from e2e.serving.deployment import Deployment, read_parallel, read_precision
+from e2e.serving.engines import engine_named, with_engine_options
+from e2e.serving.request_trace import read_trace
+from e2e.serving.replicas import serve_workload
+from e2e.serving.schedule import Scheduler, ServedRun
+from e2e.serving.served_model import ServedModel, served_model
+from e2e.serving.serving_request import MOST_REQUESTS, ServingRequest
+from e2e.serving.step_price import StepPrice
+from e2e.serving.workload import Workload, closed_loop, open_loop
+from e2e.step.options import parse_routing
+
+
+@dataclass(frozen=True)
+class ServingAnswer:
+    """One deployment under one load; arrays over the requests."""
+
+    request: ServingRequest
+    deployment: Deployment
+    workload: Workload
+    price: StepPrice
+    room: CacheRoom
+    run: ServedRun
+
+    @property
+    def ttft_seconds(self) -> np.ndarray:
+        """Seconds to the first token of every request."""
+        return self.run.first - self.run.sent + self.deployment.engine.server
+
+    @property
+    def tpot_seconds(self) -> np.ndarray:
+        """Mean seconds of every further token of each request."""
+        return (self.run.last - self.run.first) / np.maximum(self.workload.outputs - 1, 1)
+
+
+def serve(request: ServingRequest) -> ServingAnswer:
+    """Answer ``request``; ``InputError`` or ``MachineError`` for what cannot be served, before long work,
+    ``ShortageError`` for a model that does not fit.
+    """
+    deployment = deployment_of(request)
+    room = cache_room(deployment)
+    workload = workload_of(request)
+    longest = longest_request(deployment.model, workload, request)
+    if room.tokens < longest:
+        shortage = room.shortage(deployment, longest)
+        raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
+    price = StepPrice(deployment)
+    run = ServedRun.of(workload.count)
+    serve_workload(workload, [Scheduler(price, room.tokens, run)])
+    return ServingAnswer(request, deployment, workload, price, room, run)
+
+
+def deployment_of(request: ServingRequest) -> Deployment:
+    """The deployment that ``request`` describes."""
+    model = model_of(request)
+    parallel = read_parallel(request.parallel, request.gpus)
+    deployment = Deployment(
+        model,
+        load_cluster(request.gpu, parallel.gpus),
+        with_engine_options(engine_named(request.engine), request.engine_options),
+        parallel,
+        read_precision(request.precision, model),
+        None if request.routing == "drawn" else parse_routing(request.routing),
+    )
+    deployment.check()
+    return deployment
+
+
+def model_of(request: ServingRequest) -> ServedModel:
+    """The model of ``--model`` or ``--model-config``."""
+    if request.model_config is None:
+        assert request.model is not None
+        return served_model(served(request.model), request.model)
+    path = request.model_config
+    try:
+        config = decoded(read_text(path, "configuration"), once=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    return served_model(with_defaults(config), str(path))
+
+
+def workload_of(request: ServingRequest) -> Workload:
+    """The requests that clients send."""
+    if request.trace is not None:
+        return read_trace(request.trace, request.concurrency, request.duration)
+    lengths = (request.input_length, request.output_length)
+    count = None if request.requests is None else int(request.requests)  # type: ignore[arg-type]
+    if request.rate is not None:
+        if request.duration is not None:
+            count = max(round(request.rate * request.duration), 1)
+            if count > MOST_REQUESTS:
+                raise InputError(f"--duration: {count:,} requests arrive; at most {MOST_REQUESTS:,} are taken")
+        return open_loop(*lengths, request.rate, count or 1000, request.shortest_length)
+    concurrency = request.concurrency or 1
+    if request.duration is not None:
+        raise InputError("--duration: is for --rate and traces; with --concurrency give the number of --requests")
+    return closed_loop(*lengths, concurrency, count or min(10 * concurrency, MOST_REQUESTS), request.shortest_length)
+
+
+def longest_request(model: ServedModel, workload: Workload, request: ServingRequest) -> int:
+    """Most tokens of one request; ``InputError`` if the model takes fewer."""
+    longest = int((workload.inputs + workload.outputs).max())
+    if longest > model.longest:
+        asked = request.trace or f"--input-length {request.input_length} --output-length {request.output_length}"
+        raise InputError(
+            f"{asked}: {longest:,} tokens are more than the {model.longest:,} of {model.name}; give fewer, or a "
+            "--model-config with a larger max_position_embeddings"
+        )
+    return longest
