@@ -12,11 +12,10 @@ import numpy as np
 from costmodel.collectives import collective_cost_model
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from e2e.serving.deployment import WEIGHT_BITS, Deployment
-from e2e.serving.step_work import StepWork, StoredExperts, Work
+from e2e.serving.deployment import Deployment
+from e2e.serving.step_work import StepWork, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -44,7 +43,6 @@ class StepPrice:
         machine = deployment.cluster.machine
         self._kernels = gpu_cost_model(machine)
         self._collectives: CostModel = collective_cost_model(deployment.cluster)
-        self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
         self._rows: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
@@ -159,24 +157,9 @@ class StepPrice:
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
         for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
             self._known[each] = estimate
-        for each in new:
-            if isinstance(each, StoredExperts):
-                self._known[each] = self._experts(each)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
             self._known[each] = estimate
-
-    def _experts(self, each: StoredExperts) -> Estimate:
-        plain = self._kernels.estimate([each.layer])[0]
-        bits = WEIGHT_BITS[each.stored]
-        if bits > 5:
-            return plain
-        weights = sum(part.active * part.n * part.k for part in each.layer.products)
-        saved = weights * (2 - bits / 8) / self._bandwidth
-        compute = sum(part.flops for part in each.layer.products) / 6e14
-        seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
-        ratio = seconds / plain.seconds
-        return replace(plain, seconds=seconds, lower=plain.lower * ratio, upper=plain.upper * ratio, source="analytic")
 
 
 class _ExactPrice(StepPrice):
