@@ -1,4 +1,4 @@
-"""Step time of training and inference by critical path. Imports ``costmodel`` alone.
+"""Step time of training and inference by critical path, and served language models. Imports ``costmodel`` alone.
 
 ::
 
@@ -7,6 +7,7 @@
     step = e2e.predict("gpt2-large", gpu="h100-sxm", batch_size=4, sequence_length=1024)
     node = e2e.ClusterOptions(gpu="dgx-h100", gpus=8)
     step = e2e.predict("llama-8b", node, e2e.StackOptions(recipe="torchtitan"), parallel="fsdp=8")
+    served = e2e.serve("llama-3.1-8b", gpu="h100-sxm", concurrency=64)
     ranking = e2e.sweep("llama-8b", gpu=("h100-sxm", "h200-sxm"), gpus=(8, 64), global_batch=512, output="sweep/")
 
 Nothing is loaded before it is used. docs/api.md has more.
@@ -24,6 +25,8 @@ __all__ = [
     "Recording",
     "Script",
     "ScriptJob",
+    "ServingRequest",
+    "ServingResult",
     "ShardedTables",
     "SpreadModel",
     "StackOptions",
@@ -31,13 +34,16 @@ __all__ = [
     "SweepRow",
     "Trace",
     "predict",
+    "serve",
     "sweep",
 ]
 
 if TYPE_CHECKING:
-    from e2e.commands.e2e_api import predict, sweep
+    from e2e.commands.e2e_api import predict, serve, sweep
     from e2e.explain.prediction import Prediction
     from e2e.parallelism.spec import ParallelSpec
+    from e2e.serving.serving_request import ServingRequest
+    from e2e.serving.serving_result import ServingResult
     from e2e.sources.requests import Model, Recording, Script, ScriptJob, ShardedTables, SpreadModel, Trace
     from e2e.step.options import ClusterOptions, StackOptions
     from e2e.sweeps.sweep_driver import SweepResult
@@ -53,6 +59,8 @@ else:
             "Recording": "e2e.sources.requests",
             "Script": "e2e.sources.requests",
             "ScriptJob": "e2e.sources.requests",
+            "ServingRequest": "e2e.serving.serving_request",
+            "ServingResult": "e2e.serving.serving_result",
             "ShardedTables": "e2e.sources.requests",
             "SpreadModel": "e2e.sources.requests",
             "StackOptions": "e2e.step.options",
@@ -60,6 +68,7 @@ else:
             "SweepRow": "e2e.sweeps.sweep_results",
             "Trace": "e2e.sources.requests",
             "predict": "e2e.commands.e2e_api",
+            "serve": "e2e.commands.e2e_api",
             "sweep": "e2e.commands.e2e_api",
         },
     )

@@ -5,7 +5,7 @@
     ├── ModelError                    the model file cannot be read or imported
     │   └── UnsupportedOperatorError  an operator or opset that no importer covers
     ├── InputError                    arguments, shapes, dtypes or array files of the user
-    │   └── ShortageError             a predicted step needs more memory than there is; exit status 4
+    │   └── ShortageError             a step or a served model needs more memory than there is; exit status 4
     ├── TuningError                   no candidate of a kernel could be built, run and verified
     ├── SimulationError               an execution graph cannot be run to its end (not priced, deadlock, mismatch)
     ├── OutputError                   results cannot be written (permission, disk full)
@@ -16,7 +16,8 @@ Command lines print ``str(error)`` and exit with status 2; the message names the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class ProjectError(Exception):
@@ -42,9 +43,13 @@ class InputError(ProjectError):
 
 
 class ShortageError(InputError):
-    """A predicted step needs more memory than its GPU has."""
+    """A predicted step or a served model needs more memory than its GPU has. ``record``: the figures, as JSON."""
 
     status = 4
+
+    def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.record = record
 
 
 class TuningError(ProjectError):

@@ -1,8 +1,8 @@
-"""``python -m e2e predict | sweep | shard | doctor``.
+"""``python -m e2e predict | serve | sweep | shard | doctor``.
 
 Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid user input (one line on standard error), 3 a
-predicted step may not fit the memory of its GPUs, 4 it does not fit, 130 stopped with Ctrl-C, 143 terminated by
-SIGTERM. With ``--json`` standard output contains only JSON.
+predicted step may not fit the memory of its GPUs, 4 it or a served model does not fit, 130 stopped with Ctrl-C, 143
+terminated by SIGTERM. With ``--json`` standard output contains only JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typer
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeat_options, version_command
 from e2e.commands.predict_command import JsonOption, predict_command
+from e2e.commands.serve_command import serve_command
 from e2e.commands.shard_command import shard_command
 from e2e.commands.sweep_command import sweep_command
 
@@ -44,6 +45,7 @@ def with_command(words: list[str]) -> list[str]:
 
 
 app.command("predict")(guarded()(predict_command))
+app.command("serve")(guarded()(serve_command))
 app.command("sweep")(guarded("stopped; results so far are kept")(sweep_command))
 app.command("shard")(guarded()(shard_command))
 

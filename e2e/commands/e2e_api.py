@@ -1,4 +1,4 @@
-"""Python API of ``e2e``: :func:`predict` and :func:`sweep`, which the command line calls too.
+"""Python API of ``e2e``: :func:`predict`, :func:`serve` and :func:`sweep`, which the command line calls too.
 
 User errors are raised as :class:`costmodel.ProjectError` with a one-line message, which names options as on the command
 line (``--batch-size`` is ``batch_size`` here).
@@ -23,6 +23,7 @@ from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
+    from e2e.serving.serving_result import ServingResult
     from e2e.sources.requests import Request
     from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
     from e2e.sweeps.workers import Workers
@@ -122,6 +123,46 @@ def _files_of(request: Request) -> dict[str, Path]:
     """Return the files that the request reads, by option."""
     options = options_of(type(request)).values()
     return {each.flag: value for each in options if isinstance(value := getattr(request, each.name), Path)}
+
+
+def serve(
+    model: str | None = None, *, timeline: PathLike | None = None, report: PathLike | None = None, **options: Any
+) -> ServingResult:
+    """Predict what a served language model gives its users; ``python -m e2e serve``.
+
+    ``model``: a name, of which the hub's are some; ``options``: those of the command line, the fields of
+    :class:`e2e.ServingRequest` (``input_length`` for ``--input-length``). ``timeline`` and ``report``: files to write
+    (Chrome trace of some steps, HTML with curves over concurrency).
+
+    Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. Raises ``InputError`` for options
+    that contradict each other and for unknown names, ``MachineError`` for an unknown GPU, ``ShortageError`` for a model
+    that does not fit, ``OutputError`` for files that cannot be written.
+
+    >>> found = serve("llama-3.1-8b", gpu="h100-sxm", concurrency=8, input_length=512, output_length=64)
+    >>> found.ttft_interval_seconds[0] < found.ttft_seconds.mean < found.ttft_interval_seconds[1]
+    True
+    """
+    from e2e.serving.serving_answer import serve as answer
+    from e2e.serving.serving_request import ServingRequest
+    from e2e.serving.serving_result import serving_result
+    from e2e.step.option_fields import options_of
+
+    unknown = [name for name in options if name not in options_of(ServingRequest)]
+    if unknown:
+        raise TypeError(f"serve() got an unexpected keyword argument {unknown[0]!r}")
+    request = ServingRequest(model=model, **options)
+    check_outputs({"--timeline": timeline, "--report": report}, {"--requests": request.trace})
+    found = answer(request)
+    result = serving_result(found)
+    if timeline is not None:
+        from e2e.serving.serving_timeline import write_serving_timeline
+
+        write_serving_timeline(found, Path(timeline))
+    if report is not None:
+        from e2e.serving.serving_report import write_serving_page
+
+        write_serving_page(found, result, Path(report))
+    return result
 
 
 def sweep(

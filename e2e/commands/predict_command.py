@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,14 +63,20 @@ def _choice(each: OptionField) -> dict[str, Any]:
     return {"parser": read, "metavar": f"[{'|'.join(each.choices)}]"}
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with ``**options``, replacing these by every option of every source."""
-    written = inspect.signature(command, eval_str=True).parameters.values()
-    options = [_parameter(each) for each in _in_order()]
-    parameters = [*options, *(each for each in written if each.kind is not each.VAR_KEYWORD)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
+def with_options(
+    options: Iterable[OptionField], note: Callable[[str], str] = lambda name: ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command with ``**options``, replacing these by ``options``; ``note``: what the help of one adds."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        written = inspect.signature(command, eval_str=True).parameters.values()
+        own = [_parameter(each, note(each.name)) for each in options]
+        parameters = [*own, *(each for each in written if each.kind is not each.VAR_KEYWORD)]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
 
 
 def _in_order() -> list[OptionField]:
@@ -80,15 +86,18 @@ def _in_order() -> list[OptionField]:
     return sorted(options, key=lambda each: (panels.index(each.panel), not each.words.source))
 
 
-def _parameter(each: OptionField) -> inspect.Parameter:
+def _parameter(each: OptionField, note: str) -> inspect.Parameter:
     kind: Any = each.kind if each.simple else str
     default = None if each.needed else each.default
     if each.words.several:
         kind, default = list[str], None
+    elif each.words.read is not None and kind in (int, float):  # such as 500ms
+        kind = str
     elif not each.simple and default is not None:
         default = each.text(default) or None
-    help = f"{each.words.help}{note(each.name)}"
-    told = typer.Option(each.flag, help=help, min=each.words.least, rich_help_panel=each.panel, **_choice(each))
+    told = typer.Option(
+        each.flag, help=f"{each.words.help}{note}", min=each.words.least, rich_help_panel=each.panel, **_choice(each)
+    )
     hint = Annotated[kind if default is not None else kind | None, told]  # type: ignore[valid-type]
     return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
@@ -114,7 +123,7 @@ def _on_several(record: type[Request], users: Sequence[type[Request]]) -> bool:
 MAY_NOT_FIT = 3
 
 
-@with_options
+@with_options(_in_order(), note)
 def predict_command(
     *,
     price: PriceOption = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from costmodel.base.units import format_quantity
 from e2e.serving.deployment import Deployment
@@ -22,6 +22,10 @@ class CacheRoom:
     reserve_bytes: float
     cache_bytes: float
     tokens: int
+
+    def memory(self) -> dict[str, float]:
+        """Bytes by part."""
+        return {name: value for name, value in asdict(self).items() if name.endswith("_bytes")}
 
     def shortage(self, deployment: Deployment, longest: int) -> str:
         """Why ``longest`` tokens do not fit, and how much is missing."""

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import parse_quantity
@@ -83,3 +83,45 @@ def version_key(text: object) -> tuple[int, ...]:
     """Numbers of a version (``0.5.6.post2`` -> (0, 5, 6, 2)), to compare two of them."""
     digits = "".join(each if each.isdigit() else " " for each in str(text))
     return tuple(int(each) for each in digits.split()) or (0,)
+
+
+# Values of an engine that a user may set, by their names on the command line, with the least and the most.
+_CHANGEABLE: dict[str, tuple[float, float]] = {
+    "token-budget": (1, 1 << 20),
+    "sequences": (1, 1 << 20),
+    "graph-sequences": (0, 1 << 20),
+    "memory-share": (0.01, 1.0),
+    "block": (1, 1 << 16),
+    "stream-tokens": (1, 1 << 16),
+    "server": (0, 60),
+    "step": (0, 1),
+    "sequence": (0, 1),
+    "launch": (0, 1),
+}
+
+
+def with_engine_options(engine: Engine, text: str) -> Engine:
+    """``engine`` with the values of ``token-budget=2048,server=50ms``; ``InputError`` for what it does not have."""
+    changed: dict[str, Any] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, value = part.partition("=")
+        field = name.replace("-", "_")
+        if name == "schedule":
+            if value not in get_args(Schedule):
+                raise InputError(f"--engine-options {part}: choose one of {', '.join(get_args(Schedule))}")
+            changed[field] = value
+            continue
+        if name not in _CHANGEABLE:
+            near = difflib.get_close_matches(name, _CHANGEABLE, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InputError(f"--engine-options {part}: {hint}known: {', '.join(('schedule', *_CHANGEABLE))}")
+        least, most = _CHANGEABLE[name]
+        try:
+            number = parse_quantity(value, "s") if field in _SECONDS else float(value)
+        except ValueError as error:
+            raise InputError(f"--engine-options {part}: {error}") from None
+        if not least <= number <= most or (isinstance(getattr(engine, field), int) and number != int(number)):
+            kind = "whole number" if isinstance(getattr(engine, field), int) else "number"
+            raise InputError(f"--engine-options {part}: must be a {kind} from {least:g} to {most:g}")
+        changed[field] = int(number) if isinstance(getattr(engine, field), int) else number
+    return replace(engine, **changed)

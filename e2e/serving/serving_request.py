@@ -1,125 +1,169 @@
-"""What a user asks of ``e2e serve``, and the road from it to an answer."""
+"""Options of ``python -m e2e serve`` and of :func:`e2e.serve`, checked before any work. Loads no library of numbers."""
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from costmodel.base.errors import InputError
-from costmodel.base.input_files import read_text
-from costmodel.machines.cluster import load_cluster
-from costmodel.operators.experts import ExpertRouting
-from e2e.serving.cache_room import CacheRoom, cache_room
-from e2e.serving.deployment import Deployment, read_parallel, read_precision
-from e2e.serving.engines import engine_named
-from e2e.serving.replicas import serve_workload
-from e2e.serving.schedule import Scheduler, ServedRun
-from e2e.serving.served_model import ServedModel, served_model
-from e2e.serving.step_price import StepPrice
-from e2e.serving.workload import Workload, closed_loop, open_loop
+from costmodel.base.units import MOST_COUNT, check_count, parse_quantity, whole_number
+from e2e.step.option_fields import Options, option, options_of
+from e2e.step.options import parse_routing
+
+MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The engine", "The load"
+# Most requests of a run, which bounds its time and memory; most tokens of a prompt or an output; fastest arrivals.
+MOST_REQUESTS, MOST_TOKENS, FASTEST_RATE = 1_000_000, 10_000_000, 1e6
+
+# Routers of e2e.serving.replicas.
+ROUTERS = ("round-robin", "least-loaded", "prefix")
 
 
-@dataclass(frozen=True)
-class ServingRequest:
-    """Options of ``python -m e2e serve``, by their names."""
-
-    gpu: str
-    model: str | None = None
-    model_config: Path | None = None
-    gpus: int = 1
-    parallel: str = ""
-    engine: str = "vllm"
-    precision: str = ""
-    input_length: int = 1024
-    output_length: int = 256
-    # Lengths are drawn evenly between this share and 1 of the two above.
-    shortest_length: float = 1.0
-    concurrency: int | None = None
-    rate: float | None = None
-    requests: int | None = None
-
-
-@dataclass(frozen=True)
-class ServingAnswer:
-    """One deployment under one load."""
-
-    request: ServingRequest
-    deployment: Deployment
-    workload: Workload
-    price: StepPrice
-    room: CacheRoom
-    run: ServedRun
-
-    @property
-    def ttft_seconds(self) -> np.ndarray:
-        """Seconds to the first token of every request."""
-        return self.run.first - self.run.sent + self.deployment.engine.server
-
-    @property
-    def tpot_seconds(self) -> np.ndarray:
-        """Mean seconds of every further token of each request."""
-        return (self.run.last - self.run.first) / np.maximum(self.workload.outputs - 1, 1)
-
-
-def serve(request: ServingRequest) -> ServingAnswer:
-    """Answer ``request``; ``InputError`` or ``MachineError`` for what cannot be served, before long work."""
-    deployment = deployment_of(request)
-    room = cache_room(deployment)
-    workload = workload_of(request)
-    longest = int((workload.inputs + workload.outputs).max())
-    if room.tokens < longest:
-        raise InputError(room.shortage(deployment, longest))
-    price = StepPrice(deployment)
-    run = ServedRun.of(workload.count)
-    serve_workload(workload, [Scheduler(price, room.tokens, run)])
-    return ServingAnswer(request, deployment, workload, price, room, run)
-
-
-def deployment_of(request: ServingRequest) -> Deployment:
-    """The deployment that ``request`` describes."""
-    model = model_of(request)
-    parallel = read_parallel(request.parallel, request.gpus)
-    deployment = Deployment(
-        model,
-        load_cluster(request.gpu, parallel.gpus),
-        engine_named(request.engine),
-        parallel,
-        read_precision(request.precision, model),
-        None,
-    )
-    deployment.check()
-    return deployment
-
-
-def model_of(request: ServingRequest) -> ServedModel:
-    """The model of ``--model`` or ``--model-config``."""
-    if (request.model is None) == (request.model_config is None):
-        raise InputError("give --model NAME or --model-config FILE, one of them")
-    if request.model_config is not None:
-        return served_model(_read(request.model_config), str(request.model_config))
-    raise InputError(f"--model {request.model}: not yet")
-
-
-def _read(path: Path) -> dict[str, Any]:
+def seconds_of(name: str, value: str | float) -> float:
+    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the option for anything else."""
     try:
-        return json.loads(read_text(path, "configuration"))  # type: ignore[no-any-return]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
+        found = float(value)
+    except ValueError:
+        try:
+            found = parse_quantity(value, "s")
+        except ValueError as error:
+            raise InputError(f"--{name} {value}: {error}") from None
+    if not (math.isfinite(found) and found > 0):
+        raise InputError(f"--{name} {value}: give a finite time above zero, such as 500ms")
+    return found
 
 
-def workload_of(request: ServingRequest) -> Workload:
-    """The requests that clients send."""
-    lengths = (request.input_length, request.output_length)
-    if request.rate is not None:
-        return open_loop(*lengths, request.rate, request.requests or 1000, request.shortest_length)
-    concurrency = request.concurrency or 1
-    return closed_loop(*lengths, concurrency, request.requests or 10 * concurrency, request.shortest_length)
+def _seconds_option(name: str, help: str) -> Any:
+    return option(help, default=None, read=lambda value: seconds_of(name, value), panel=LOAD_PANEL)
 
 
-Routing = ExpertRouting | None
+def _requests(value: int | str | Path) -> int | Path:
+    """A number of requests, or the file of a trace."""
+    number = whole_number(value) if isinstance(value, str) else value
+    if number is None or isinstance(number, Path):
+        return Path(value)  # type: ignore[arg-type]
+    return _count("requests", number, MOST_REQUESTS)
+
+
+def _count(name: str, number: int, most: int = MOST_COUNT) -> int:
+    check_count(name, number)
+    if number > most:
+        raise InputError(f"--{name} {number}: must be at most {most:,}")
+    return number
+
+
+def _number(name: str, value: float, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"--{name} {value}: give a finite number")
+    if not least <= value <= most:
+        raise InputError(f"--{name} {value}: must be from {least:g} to {most:g}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRequest(Options):
+    """A language model on GPUs, and the requests that it serves; by the names of the command line."""
+
+    model: str | None = option(
+        "Language model: llama-3.1-8b, qwen3-235b, deepseek-r1 ... or its name on the Hugging Face hub.",
+        default=None, panel=MODEL_PANEL,
+    )  # fmt: skip
+    model_config: Path | None = option(
+        "config.json of a model on the Hugging Face hub.", default=None, panel=MODEL_PANEL
+    )
+    precision: str = option(
+        "Number types, such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8; default: as the model is stored.",
+        default="", panel=MODEL_PANEL,
+    )  # fmt: skip
+    routing: str = option(
+        "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
+    )
+    gpu: str = option("GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", panel=GPU_PANEL)
+    gpus: int = option("Number of GPUs of one copy of the model.", default=1, least=1, panel=GPU_PANEL)
+    parallel: str = option(
+        "How the GPUs share the model: tp=8,ep=8,dp-attention=8,pp=1; default: tp over all GPUs.",
+        default="", panel=GPU_PANEL,
+    )  # fmt: skip
+    engine: str = option(
+        "Serving engine: vllm, sglang or trtllm, with =VERSION for a version.", default="vllm", panel=ENGINE_PANEL
+    )
+    engine_options: str = option(
+        "Values of the engine: token-budget=2048,sequences=256,memory-share=0.95,server=50ms ... (docs/serving.md).",
+        default="", panel=ENGINE_PANEL,
+    )  # fmt: skip
+    speculate: str = option(
+        "Speculative decoding: tokens=3,acceptance=0.7, and draft=MODEL unless the model predicts them itself.",
+        default="", panel=ENGINE_PANEL,
+    )  # fmt: skip
+    replicas: int = option("Copies of all that --gpus says, behind a router.", default=1, least=1, panel=GPU_PANEL)
+    router: str = option(f"Who serves a request: {', '.join(ROUTERS)}.", default=ROUTERS[0], panel=GPU_PANEL)
+    disaggregate: str = option(
+        "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... where they differ.",
+        default="", panel=GPU_PANEL,
+    )  # fmt: skip
+    input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
+    output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
+    shortest_length: float = option(
+        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
+    )
+    concurrency: int | None = option(
+        "Users that each send a request after the answer to the one before; default: 1.", default=None, panel=LOAD_PANEL
+    )
+    rate: float | None = option(
+        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
+    )
+    requests: int | Path | None = option(
+        "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
+        "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
+    )  # fmt: skip
+    prefix_length: int | None = option(
+        "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL
+    )
+    prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
+    prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
+    duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
+    ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms: adds goodput.")
+    tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms: adds goodput.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.model_config is None):
+            raise InputError("give --model NAME or --model-config FILE, one of them")
+        for name in ("input_length", "output_length"):
+            _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
+        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
+        _number("prefix-share", self.prefix_share, 0.0, 1.0)
+        if self.router not in ROUTERS:
+            raise InputError(f"--router {self.router}: choose one of {', '.join(ROUTERS)}")
+        if self.disaggregate and self.replicas > 1:
+            raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
+        if self.trace is not None and self.prefix_length:
+            raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
+        if self.concurrency is not None:
+            _count("concurrency", self.concurrency, MOST_REQUESTS)
+        if self.rate is not None:
+            _number("rate", self.rate, 1e-6, FASTEST_RATE)
+            if self.concurrency is not None:
+                raise InputError(
+                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
+                )
+        if self.requests is not None and self.duration is not None:
+            raise InputError("--requests and --duration: each says when the run ends; give one")
+        if self.trace is not None and self.rate is not None:
+            raise InputError(f"--rate: requests arrive as {self.trace} says; leave it out")
+        if self.routing != "drawn":
+            parse_routing(self.routing)
+
+    @property
+    def trace(self) -> Path | None:
+        """The file of requests, if one was given."""
+        return self.requests if isinstance(self.requests, Path) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Options that differ from their defaults, as JSON has them."""
+        own = options_of(type(self))
+        return {
+            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
+            for name, value in self.given_values().items()
+        }

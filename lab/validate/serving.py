@@ -161,7 +161,7 @@ def errors_of(rows: Iterable[MeasuredServing], predict: Predict) -> tuple[list[S
 
 def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
     """Answer of ``e2e serve`` in the quantities that were measured."""
-    from e2e.serving.serving_request import serve
+    from e2e.serving.serving_answer import serve
 
     answer = serve(row.request)
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
