@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.serving.deployment import WEIGHT_BITS, Deployment
+from e2e.serving.engines import Engine
 from e2e.serving.step_work import AllReduce, StepWork, StoredExperts, Work
 
 # Rows for which steps are priced; between them time is interpolated.
@@ -53,6 +55,13 @@ class StepPrice:
         self._launches = self.work.kernels(64)
         draft, self._verified = deployment.draft, 1 + getattr(deployment.speculation, "tokens", 0)
         self._draft = StepPrice(draft) if draft else None
+
+    def with_engine(self, engine: Engine) -> StepPrice:
+        """The same kernels, whose tables are shared, with other host times and limits of the engine."""
+        found = copy.copy(self)
+        found.engine = engine
+        found.deployment = replace(self.deployment, engine=engine)
+        return found
 
     @property
     def tokens_per_step(self) -> float:
@@ -186,7 +195,7 @@ class StepPrice:
         compute = sum(part.flops for part in each.layer.products) / 6e14
         seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
         ratio = seconds / plain.seconds
-        return replace(plain, seconds=seconds, lower=plain.lower * ratio, upper=plain.upper * ratio, source="analytic")
+        return replace(plain, seconds=seconds, lower=min(plain.lower * ratio, seconds), upper=max(plain.upper * ratio, seconds), source="analytic")
 
 
 class _ExactPrice(StepPrice):
