@@ -18,7 +18,7 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.serving.deployment import WEIGHT_BITS, Deployment
 from e2e.serving.engines import Engine
-from e2e.serving.step_work import AllReduce, StepWork, StoredExperts, Work
+from e2e.serving.step_work import StepWork, StoredExperts, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -169,21 +169,11 @@ class StepPrice:
         for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
             self._known[each] = estimate
         for each in new:
-            if isinstance(each, AllReduce):
-                self._known[each] = self._reduced(each)
-            elif isinstance(each, StoredExperts):
+            if isinstance(each, StoredExperts):
                 self._known[each] = self._experts(each)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
             self._known[each] = estimate
-
-    def _reduced(self, each: AllReduce) -> Estimate:
-        from e2e.serving._reduce import seconds
-
-        found = seconds(self.deployment.cluster.machine.name, each.engine, each.ranks, each.size_bytes)
-        if found is not None:
-            return Estimate(found, found, found, "interconnect", source="measured")
-        return self._collectives.estimate([CollectiveTransfer("all_reduce", each.size_bytes, each.ranks)])[0]
 
     def _experts(self, each: StoredExperts) -> Estimate:
         plain = self._kernels.estimate([each.layer])[0]
