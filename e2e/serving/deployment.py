@@ -96,6 +96,42 @@ def read_parallel(text: str, gpus: int) -> ServingParallel:
     return found
 
 
+@dataclass(frozen=True)
+class Disaggregation:
+    """Copies of a model that compute prompts and copies that decode, each with its own parallelism."""
+
+    prefill: int
+    decode: int
+    prefill_parallel: ServingParallel
+    decode_parallel: ServingParallel
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all copies."""
+        return self.prefill * self.prefill_parallel.gpus + self.decode * self.decode_parallel.gpus
+
+
+def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
+    """Copies of ``prefill=2,decode=6,prefill-tp=4,decode-tp=8``; those without a ``tp`` of their own are as
+    ``parallel``.
+    """
+    keys, sides = ("tp", "pp", "ep", "dp-attention"), ("prefill", "decode")
+    asked = _pairs("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in keys)))
+    counts, ways = [], []
+    for side in sides:
+        count = whole_number(asked.get(side, ""))
+        if not count:
+            raise InputError(f"--disaggregate {text}: write how many copies do what, as prefill=2,decode=6")
+        own = {key: asked[f"{side}-{key}"] for key in keys if f"{side}-{key}" in asked}
+        counts.append(count)
+        if own:
+            size = (whole_number(own.setdefault("tp", str(parallel.tp))) or 1) * (whole_number(own.get("pp", "1")) or 1)
+            ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size))
+        else:
+            ways.append(parallel)
+    return Disaggregation(*counts, *ways)
+
+
 def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):

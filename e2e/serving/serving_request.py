@@ -16,6 +16,9 @@ MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The
 # Most requests of a run, which bounds its time and memory; most tokens of a prompt or an output; fastest arrivals.
 MOST_REQUESTS, MOST_TOKENS, FASTEST_RATE = 1_000_000, 10_000_000, 1e6
 
+# Routers of e2e.serving.replicas.
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+
 
 def seconds_of(name: str, value: str | float) -> float:
     """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the option for anything else."""
@@ -89,6 +92,16 @@ class ServingRequest(Options):
         "Values of the engine: token-budget=2048,sequences=256,memory-share=0.95,server=50ms ... (docs/serving.md).",
         default="", panel=ENGINE_PANEL,
     )  # fmt: skip
+    speculate: str = option(
+        "Speculative decoding: tokens=3,acceptance=0.7, and draft=MODEL unless the model predicts them itself.",
+        default="", panel=ENGINE_PANEL,
+    )  # fmt: skip
+    replicas: int = option("Copies of all that --gpus says, behind a router.", default=1, least=1, panel=GPU_PANEL)
+    router: str = option(f"Who serves a request: {', '.join(ROUTERS)}.", default=ROUTERS[0], panel=GPU_PANEL)
+    disaggregate: str = option(
+        "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... where they differ.",
+        default="", panel=GPU_PANEL,
+    )  # fmt: skip
     input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
     output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
     shortest_length: float = option(
@@ -104,6 +117,11 @@ class ServingRequest(Options):
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
         "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
     )  # fmt: skip
+    prefix_length: int | None = option(
+        "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL
+    )
+    prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
+    prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
     duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
     ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms: adds goodput.")
     tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms: adds goodput.")
@@ -115,6 +133,13 @@ class ServingRequest(Options):
         for name in ("input_length", "output_length"):
             _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
         _number("shortest-length", self.shortest_length, 1e-6, 1.0)
+        _number("prefix-share", self.prefix_share, 0.0, 1.0)
+        if self.router not in ROUTERS:
+            raise InputError(f"--router {self.router}: choose one of {', '.join(ROUTERS)}")
+        if self.disaggregate and self.replicas > 1:
+            raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
+        if self.trace is not None and self.prefix_length:
+            raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
         if self.concurrency is not None:
             _count("concurrency", self.concurrency, MOST_REQUESTS)
         if self.rate is not None:

@@ -104,6 +104,10 @@ class ServingResult:
     prefill_step: StepFigures
     # Share of the GPU's time in kernels from tables, fitted to tables, and by physics alone.
     coverage: Mapping[str, float]
+    # Share of the tokens of prompts that were in the prefix cache; None where no prompts begin alike.
+    prefix_hit_rate: float | None
+    # Relative error of the steps' tabulated times against times priced step by step: median and largest of some.
+    step_table_error: tuple[float, float]
     # What was assumed.
     notes: Sequence[str]
 
@@ -128,7 +132,7 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
     bound = "cache" if occupied > _FULL and waits else max(limits, key=lambda name: limits[name])
     tpot_spread = _spread(tpot[several] if several.any() else np.zeros(1))
     tokens = float(load.outputs.sum()) / seconds
-    gpus = request.gpus
+    gpus, error = answer.gpus, answer.table_error()
     bands = _bands(answer)
     per_token = _interval(tpot_spread.mean, decode, bands[0])
     first = _interval(float(ttft.mean()), prefill, bands[1])
@@ -168,6 +172,8 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
         decode_step=decode,
         prefill_step=prefill,
         coverage=dict(coverage),
+        prefix_hit_rate=run.prefix_hits / run.prompt_tokens if load.prefixes is not None else None,
+        step_table_error=(error.median, error.largest),
         notes=_notes(answer, coverage.get("analytic", 0.0), overloaded),
     )  # fmt: skip
 
