@@ -42,11 +42,12 @@ def cache_room(deployment: Deployment) -> CacheRoom:
     """The room for the cache on the GPUs of ``deployment``."""
     engine, machine = deployment.engine, deployment.cluster.machine
     usable = float(machine.memory[-1].usable) * engine.memory_share
-    weights = deployment.weight_bytes()
+    draft = deployment.draft
+    weights = deployment.weight_bytes() + (draft.weight_bytes() if draft else 0.0)
     activations = _activation_bytes(deployment)
     reserve = _CONTEXT + (_PER_GPU_OF_GROUP if deployment.parallel.gpus > 1 else 0.0)
     left = max(usable - weights - activations - reserve, 0.0)
-    size = deployment.cache_bytes()
+    size = deployment.cache_bytes() + (draft.cache_bytes() if draft else 0.0)
     tokens = int(left / size) * deployment.parallel.attention_dp if size else 1 << 40
     return CacheRoom(usable, weights, activations, reserve, left, tokens // engine.block * engine.block)
 

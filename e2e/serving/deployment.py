@@ -12,6 +12,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from e2e.serving.engines import Engine
 from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
+from e2e.serving.speculation import Speculation
 from e2e.step.options import Precision
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128; mxfp4: a byte per 32; nvfp4: a byte per
@@ -129,6 +130,14 @@ class Deployment:
     parallel: ServingParallel
     precision: ServingPrecision
     routing: ExpertRouting
+    speculation: Speculation | None = None
+
+    @property
+    def draft(self) -> Deployment | None:
+        """The draft model of speculative decoding, on the same GPUs."""
+        if self.speculation is None:
+            return None
+        return replace(self, model=self.speculation.draft, speculation=None)
 
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""

@@ -16,6 +16,10 @@ from costmodel.operators.experts import ExpertKernel
 # ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
 # prompts runs alone before decoding goes on; ``whole-prompts``: whole prompts join the step of single tokens.
 Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
+# Which waiting sequences start: ``prompt``: those whose prompts the cache has room for; ``estimate``: those for which
+# the running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the first
+# two, sequences are preempted when the cache is full.
+Admission = Literal["prompt", "estimate", "no-evict"]
 FILE = Path(__file__).with_name("engines.yaml")
 _SECONDS = ("server", "step", "sequence", "launch")
 
@@ -27,6 +31,7 @@ class Engine:
     name: str
     title: str
     schedule: Schedule
+    admission: Admission
     # Most tokens of one step.
     token_budget: int
     # Most sequences that run at once.

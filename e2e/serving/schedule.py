@@ -1,7 +1,7 @@
-"""The scheduler of an engine: which prompts and sequences each step computes, from the first request to the last.
+"""The scheduler of an engine: which prompts and sequences each step computes, and which the cache has room for.
 
-Steps in which nothing changes are taken together: between two events (a sequence ends, a request arrives) only the
-contexts grow, so their seconds are those of the middle one.
+Steps in which nothing changes are taken together: between two events (a sequence ends, a request arrives, the cache is
+full) only the contexts grow, so their seconds are those of the middle one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from e2e.serving.engines import Engine
+from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.step_price import Prompt, StepPrice
-from e2e.serving.workload import Workload
 
 # Contexts grow by this share at most in steps that are taken together.
 _GROWTH = 0.1
+# SGLang reserves for a running sequence this share of the outputs that it may still produce; the share falls in so many
+# decoding steps to the smallest, and a retracted sequence sets it anew, with so many tokens of reserve (defaults of
+# SGLANG_INIT_NEW_TOKEN_RATIO, _MIN_NEW_TOKEN_RATIO_FACTOR, _NEW_TOKEN_RATIO_DECAY_STEPS, _RETRACT_DECODE_STEPS and
+# _CLIP_MAX_NEW_TOKENS_ESTIMATION in python/sglang/srt/environ.py).
+_RESERVED, _LEAST_RESERVED, _FALLING_STEPS, _RETRACT_STEPS, _CLIP = 0.7, 0.7 * 0.14, 600, 20, 4096
 
 
 @dataclass
@@ -30,90 +34,118 @@ class ServedRun:
     # Seconds between tokens of one sequence, and how many tokens came after that time.
     gaps: list[float] = field(default_factory=list)
     gap_tokens: list[float] = field(default_factory=list)
-    # Seconds in which the engine computed, and tokens that were in the cache at the busiest moment.
+    # Seconds in which the engine computed, added up over replicas; the most tokens that one replica's cache held, and
+    # tokens held x seconds.
     busy: float = 0.0
-    most_cached: int = 0
+    most_cached: float = 0.0
+    cached_seconds: float = 0.0
     preempted: int = 0
     steps: int = 0
+    # Tokens of prompts, and those of them that were in the prefix cache.
+    prompt_tokens: int = 0
+    prefix_hits: int = 0
+
+    @classmethod
+    def of(cls, count: int) -> ServedRun:
+        """A run of ``count`` requests, nothing served yet."""
+        return cls(np.zeros(count), np.zeros(count), np.zeros(count))
 
 
 @dataclass(slots=True)
-class _Sequence:
+class ServedSequence:
+    """One request on its way through a replica."""
+
     number: int
-    prompt: int  # tokens to compute before the first output
-    done: int = 0  # of them
-    left: int = 0  # outputs after the first
+    prompt: int  # tokens to compute before the next output
+    left: int  # outputs after that one
+    priority: int = 0
+    # Identities of the blocks of the prompt, and the tokens of each.
+    prefix: tuple[int, ...] = ()
+    done: int = 0  # tokens of the prompt that are in the cache
+    produced: int = 0  # outputs so far
+    start: float = 0.0  # context at tick 0, once it decodes
+    end: int = 0  # tick of its last output
+    shared: int = 0  # tokens that lie in blocks of the prefix cache
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in the queue: by priority, then first come, first served."""
+        return self.priority, self.number
 
 
 class Scheduler:
-    """Continuous batching of one engine: the state between two steps."""
+    """Continuous batching on one replica of an engine: the state between two steps."""
 
-    def __init__(self, price: StepPrice, room: int, workload: Workload) -> None:
-        self.price, self.engine, self.room = price, price.engine, room
-        self.load = workload
-        count = workload.count
-        self.run = ServedRun(np.zeros(count), np.zeros(count), np.zeros(count))
-        self.inputs, self.outputs = workload.inputs.tolist(), workload.outputs.tolist()
+    def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
+        self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
+        self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
-        self.waiting: deque[_Sequence] = deque()
-        self.filling: deque[_Sequence] = deque()  # prompts that are partly computed
-        self.ending: list[tuple[int, int, int]] = []  # (tick, request, context at tick 0) of decoding sequences
-        self.contexts = 0  # sum of the contexts of decoding sequences, at tick 0
-        self.cached = 0  # tokens of all admitted sequences at their ends: what the cache must hold
-        self.next = 0
-        self.ended = 0
+        self.waiting: list[tuple[tuple[int, int], ServedSequence]] = []
+        self.filling: deque[ServedSequence] = deque()  # prompts that are partly computed
+        self.running: dict[int, ServedSequence] = {}  # decoding sequences
+        self.ending: list[tuple[int, int, int, ServedSequence]] = []  # by last tick; those preempted are still there
+        self.contexts = 0.0  # sum of the contexts of decoding sequences, at tick 0
+        self.ends = 0  # sum of their last ticks
+        self.filled = 0  # tokens of admitted prompts that do not decode yet
+        self.coming = 0  # outputs that they will produce
+        self.shared = 0  # tokens of all admitted sequences in blocks of the prefix cache
+        self.promised = 0  # tokens of all admitted sequences at their ends
+        self.reserved = _RESERVED
+        self.full = False  # a sequence was preempted for this step: nothing is admitted
+        self.admitted = 0  # sequences whose prompts are computed or that decode
         self.pause = 0.0  # seconds since the last token of the decoding sequences
+        self.ended: list[int] = []  # requests answered since they were last taken away
 
-    def serve(self) -> ServedRun:
-        """Serve all requests."""
-        load = self.load
-        first = load.concurrency if load.arrivals is None else 0
-        for _ in range(first):
-            self._send(0.0)
-        while self.ended < load.count:
-            self._arrive()
-            prompts = self._prompts()
-            if prompts:
-                self._step(prompts)
-            elif self.ending:
-                self._decode()
-            else:
-                self.now = max(self.now, float(load.arrivals[self.next]))  # type: ignore[index]
-        return self.run
+    @property
+    def load(self) -> int:
+        """Number of sequences waiting or admitted."""
+        return len(self.waiting) + self.admitted
 
-    def _send(self, when: float) -> None:
-        number = self.next
-        self.next += 1
-        self.run.sent[number] = when
-        self.waiting.append(_Sequence(number, self.inputs[number], 0, self.outputs[number] - 1))
+    def submit(self, each: ServedSequence, when: float) -> None:
+        """Queue a sequence at ``when`` seconds."""
+        if not self.load:
+            self.now = max(self.now, when)
+            self.reserved = _RESERVED
+        heapq.heappush(self.waiting, (each.order, each))
 
-    def _arrive(self) -> None:
-        arrivals = self.load.arrivals
-        while arrivals is not None and self.next < self.load.count and arrivals[self.next] <= self.now:
-            self._send(float(arrivals[self.next]))
+    def step(self, until: float) -> None:
+        """Compute the next step, or several equal ones of which the last begins before ``until``."""
+        self._make_room()
+        prompts = self._prompts()
+        if prompts:
+            self._step(prompts)
+        elif self.running:
+            self._decode(until)
 
-    def _prompts(self) -> list[tuple[_Sequence, int]]:
+    def cached(self) -> float:
+        """Tokens that the admitted sequences hold in the cache."""
+        found = self.filled + self.contexts + self.ticks * self.yielded * len(self.running)
+        return found if self.prefixes is None else found - self.shared + self.prefixes.held_tokens
+
+    def _prompts(self) -> list[tuple[ServedSequence, int]]:
         """Prompts of the next step, with the number of their tokens that it computes."""
-        engine, running = self.engine, len(self.ending)
-        budget = engine.token_budget - (0 if engine.schedule == "prefill-first" else running)
-        found: list[tuple[_Sequence, int]] = []
+        engine = self.engine
+        whole = engine.schedule == "whole-prompts"
+        budget = engine.token_budget - (0 if engine.schedule == "prefill-first" else len(self.running))
+        found: list[tuple[ServedSequence, int]] = []
         while budget > 0:
             if self.filling and (not found or found[-1][0] is not self.filling[-1]):
                 each = self.filling[-1]
-            elif self.waiting and self._admits(running + len(found)):
-                each = self.waiting.popleft()
-                self.cached += each.prompt + each.left + 1
+            elif self.waiting and self._admits(len(found)):
+                each = self.waiting[0][1]
+                if whole and found and each.prompt - each.done > budget:
+                    break
+                heapq.heappop(self.waiting)
+                self._admit(each)
+                if each.done == each.prompt:  # computed by a replica for prompts
+                    self._begin(each)
+                    continue
                 self.filling.append(each)
             else:
                 break
             left = each.prompt - each.done
-            if engine.schedule == "whole-prompts" and left > budget and found:
-                self.filling.pop()
-                self.waiting.appendleft(each)
-                self.cached -= each.prompt + each.left + 1
-                break
-            taken = left if engine.schedule == "whole-prompts" else min(left, budget)
+            taken = left if whole else min(left, budget)
             found.append((each, taken))
             budget -= taken
             if taken < left:
@@ -121,19 +153,101 @@ class Scheduler:
             self.filling.pop()
         return found
 
-    def _admits(self, running: int) -> bool:
-        each = self.waiting[0]
-        needed = each.prompt + each.left + 1
-        return running < self.engine.sequences and (self.cached + needed <= self.room or running == 0)
+    def _admits(self, prompts: int) -> bool:
+        """Whether the first waiting sequence may start: as each engine decides it.
 
-    def _step(self, prompts: list[tuple[_Sequence, int]]) -> None:
+        ``no-evict`` (TensorRT-LLM, GUARANTEED_NO_EVICT): all sequences can reach their ends; ``estimate`` (SGLang,
+        PrefillAdder): its own end, and the reserved share of what the running ones may still produce; ``prompt`` (vLLM,
+        allocate_slots; TensorRT-LLM, MAX_UTILIZATION): its prompt.
+        """
+        active = len(self.running) + prompts
+        if not active:
+            return True
+        each, room, policy = self.waiting[0][1], self.room, self.engine.admission
+        if active >= self.engine.sequences or self.full:
+            return False
+        if policy == "no-evict":
+            return self.promised + each.prompt + each.left + 1 <= room
+        needed = self.cached() + each.prompt
+        if self.prefixes is not None:
+            needed -= self.prefixes.held(each.prefix)
+        if policy == "estimate":
+            running = (self.ends - self.ticks * len(self.running)) * self.yielded
+            needed += min(each.left + 1, _CLIP) + self.coming + self.reserved * running
+        return needed <= room
+
+    def _admit(self, each: ServedSequence) -> None:
+        if self.prefixes is not None and each.prefix:
+            self.prefixes.shrink(self.room - self.cached())
+            hits, each.shared = self.prefixes.hold(each.prefix)
+            each.done = min(hits, each.prompt - 1)
+            self.shared += each.shared
+            self.run.prefix_hits += each.done
+        self.admitted += 1
+        self.promised += each.prompt + each.left + 1
+        self.filled += each.prompt
+        self.coming += min(each.left + 1, _CLIP)
+        self.run.prompt_tokens += each.prompt
+
+    def _make_room(self) -> None:
+        """Preempt sequences until the others have room for their next tokens; they are computed again later.
+
+        vLLM and TensorRT-LLM take the latest of the lowest priority, SGLang the one with the fewest outputs.
+        """
+        self.full = False
+        if self.engine.admission == "no-evict":
+            return
+        while self.running and self.cached() + self.yielded * len(self.running) > self.room:
+            candidates = [*self.running.values(), *self.filling]
+            if len(candidates) == 1:
+                return
+            if self.engine.admission == "estimate":
+                each = min(candidates, key=lambda one: (-one.priority, one.produced + self._decoded(one), -one.prompt))
+            else:
+                each = max(candidates, key=lambda one: one.order)
+            self._preempt(each)
+            if self.engine.admission == "estimate":
+                made = sum(one.produced + self._decoded(one) for one in self.running.values())
+                most = made + (self.ends - self.ticks * len(self.running)) * self.yielded
+                self.reserved = min((made + _RETRACT_STEPS * len(self.running)) / (most + 1), 1.0)
+
+    def _decoded(self, each: ServedSequence) -> int:
+        """Outputs of ``each`` after the one with which it began to decode."""
+        return round(each.start + self.ticks * self.yielded) - each.prompt - 1 if each.number in self.running else 0
+
+    def _preempt(self, each: ServedSequence) -> None:
+        self.full = True
+        self.run.preempted += 1
+        self._leave(each)
+        if each.number in self.running:
+            decoded = min(self._decoded(each), each.left - 1)
+            del self.running[each.number]
+            self.contexts -= each.start
+            self.ends -= each.end
+            each.prompt, each.left = each.prompt + decoded + 1, each.left - decoded - 1
+            each.produced += decoded
+        else:
+            self.filling.remove(each)
+            self.filled -= each.prompt
+            self.coming -= min(each.left + 1, _CLIP)
+        each.done = 0
+        heapq.heappush(self.waiting, (each.order, each))
+
+    def _leave(self, each: ServedSequence) -> None:
+        """Free what ``each`` holds in the cache."""
+        self.admitted -= 1
+        self.promised -= each.prompt + each.left + 1
+        if self.prefixes is not None:
+            self.prefixes.release(each.prefix)
+            self.shared -= each.shared
+
+    def _step(self, prompts: list[tuple[ServedSequence, int]]) -> None:
         """One step with ``prompts``, beside the decoding sequences unless the engine runs prompts alone."""
-        alone = self.engine.schedule == "prefill-first"
-        running = 0 if alone else len(self.ending)
+        running = 0 if self.engine.schedule == "prefill-first" else len(self.running)
         context = self._context() if running else 0.0
         seconds = self.price.step_seconds(running, context, [Prompt(taken, each.done) for each, taken in prompts])
         self._advance(seconds)
-        if self.ending:
+        if self.running:
             self.pause += seconds
         if running:
             self._tokens(1)
@@ -143,30 +257,38 @@ class Scheduler:
                 self._begin(each)
         self._finish()
 
-    def _begin(self, each: _Sequence) -> None:
-        """The prompt is computed: its first token is known."""
-        self.run.first[each.number] = self.now
+    def _begin(self, each: ServedSequence) -> None:
+        """The prompt is computed: its next token is known."""
+        self.filled -= each.prompt
+        self.coming -= min(each.left + 1, _CLIP)
+        if not each.produced:
+            self.run.first[each.number] = self.now
+        each.produced += 1
         if each.left:
-            context = each.prompt + 1 - self.ticks
-            heapq.heappush(self.ending, (self.ticks + each.left, each.number, context))
-            self.contexts += context
+            each.start = each.prompt + 1 - self.ticks * self.yielded
+            each.end = self.ticks + (each.left if self.yielded == 1 else int(-(-each.left // self.yielded)))
+            heapq.heappush(self.ending, (each.end, each.number, each.produced, each))
+            self.running[each.number] = each
+            self.contexts += each.start
+            self.ends += each.end
         else:
-            self._end(each.number)
+            self._end(each)
 
     def _context(self) -> float:
-        return self.contexts / len(self.ending) + self.ticks
+        return self.contexts / len(self.running) + self.ticks * self.yielded
 
-    def _decode(self) -> None:
+    def _decode(self, until: float) -> None:
         """Decoding steps up to the next event."""
-        running = len(self.ending)
-        steps = self.ending[0][0] - self.ticks
+        running = len(self.running)
         context = self._context()
-        steps = min(steps, max(int(context * _GROWTH), 16))
-        seconds = self.price.step_seconds(running, context + (steps - 1) / 2)
-        arrivals = self.load.arrivals
-        if arrivals is not None and self.next < self.load.count:
-            until = float(arrivals[self.next]) - self.now
-            steps = max(min(steps, int(until / seconds) + 1), 1)
+        steps = min(self.ending[0][0] - self.ticks, max(int(context * _GROWTH), 16))
+        if self.engine.admission != "no-evict":
+            steps = max(min(steps, int((self.room - self.cached()) / (running * self.yielded))), 1)
+            if self.waiting and self.engine.admission == "estimate":
+                steps = min(steps, 16)
+        seconds = self.price.step_seconds(running, context + (steps - 1) * self.yielded / 2)
+        if self.now + steps * seconds > until:
+            steps = max(min(steps, int((until - self.now) / seconds) + 1), 1)
         if self.pause:
             self.pause += seconds
             self._tokens(1)
@@ -179,32 +301,37 @@ class Scheduler:
         self._finish()
 
     def _advance(self, seconds: float) -> None:
+        run, cached = self.run, self.cached()
         self.now += seconds
-        self.run.busy += seconds
-        self.run.most_cached = max(self.run.most_cached, self.cached)
+        run.busy += seconds
+        run.cached_seconds += cached * seconds
+        if cached > run.most_cached:
+            run.most_cached = cached
 
     def _tokens(self, steps: int) -> None:
-        """Every decoding sequence got ``steps`` tokens, ``pause`` seconds apart."""
-        self.run.gaps.append(self.pause)
-        self.run.gap_tokens.append(steps * len(self.ending))
+        """Every decoding sequence got the tokens of ``steps``, ``pause`` seconds apart."""
+        self.run.gaps.append(self.pause / self.yielded)
+        self.run.gap_tokens.append(steps * self.yielded * len(self.running))
         self.run.steps += steps
         self.ticks += steps
+        self.reserved = max(self.reserved - (_RESERVED - _LEAST_RESERVED) / _FALLING_STEPS * steps, _LEAST_RESERVED)
         self.pause = 0.0
 
     def _finish(self) -> None:
-        while self.ending and self.ending[0][0] <= self.ticks:
-            _, number, context = heapq.heappop(self.ending)
-            self.contexts -= context
-            self._end(number)
+        """End the sequences whose last output is known."""
+        while self.ending:
+            tick, number, _, each = self.ending[0]
+            preempted = self.running.get(number) is not each or each.end != tick
+            if tick > self.ticks and not preempted:
+                return
+            heapq.heappop(self.ending)
+            if not preempted:
+                del self.running[number]
+                self.contexts -= each.start
+                self.ends -= each.end
+                self._end(each)
 
-    def _end(self, number: int) -> None:
-        self.run.last[number] = self.now
-        self.cached -= self.inputs[number] + self.outputs[number]
-        self.ended += 1
-        if self.load.arrivals is None and self.next < self.load.count:
-            self._send(self.now)
-
-
-def engine_room(engine: Engine, tokens: float) -> int:
-    """Tokens that whole blocks of the cache hold."""
-    return int(tokens // engine.block * engine.block)
+    def _end(self, each: ServedSequence) -> None:
+        self.run.last[each.number] = self.now
+        self._leave(each)
+        self.ended.append(each.number)

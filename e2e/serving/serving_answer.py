@@ -14,6 +14,7 @@ from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.deployment import Deployment, read_parallel, read_precision
 from e2e.serving.engines import engine_named, with_engine_options
 from e2e.serving.request_trace import read_trace
+from e2e.serving.replicas import serve_workload
 from e2e.serving.schedule import Scheduler, ServedRun
 from e2e.serving.served_model import ServedModel, served_model
 from e2e.serving.serving_request import MOST_REQUESTS, ServingRequest
@@ -56,7 +57,9 @@ def serve(request: ServingRequest) -> ServingAnswer:
         shortage = room.shortage(deployment, longest)
         raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
     price = StepPrice(deployment)
-    return ServingAnswer(request, deployment, workload, price, room, Scheduler(price, room.tokens, workload).serve())
+    run = ServedRun.of(workload.count)
+    serve_workload(workload, [Scheduler(price, room.tokens, run)])
+    return ServingAnswer(request, deployment, workload, price, room, run)
 
 
 def deployment_of(request: ServingRequest) -> Deployment:

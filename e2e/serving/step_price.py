@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from costmodel.collectives import collective_cost_model
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
@@ -45,9 +47,18 @@ class StepPrice:
         self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
         self._rows: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self._prompts: dict[tuple[int, int, int], float] = {}
         self._known: dict[object, Estimate] = {}
         self._launches = self.work.kernels(64)
+        draft, self._verified = deployment.draft, 1 + getattr(deployment.speculation, "tokens", 0)
+        self._draft = StepPrice(draft) if draft else None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decoding sequence gets in one step."""
+        speculation = self.deployment.speculation
+        return speculation.tokens_per_step if speculation else 1.0
 
     def step_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of one step: ``sequences`` decode one token each after ``context`` tokens on average, beside
@@ -61,17 +72,20 @@ class StepPrice:
         return device + engine.step + engine.sequence * (sequences + len(prompts))
 
     def device_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
-        """Seconds of the GPU in a step."""
+        """Seconds of the GPU in a step: every sequence has one row, and one for each token of a draft."""
         parts = self.deployment.parallel.pp
         if parts > 1:
             sequences = -(-sequences // parts)
             prompts = [replace(each, queries=-(-each.queries // parts)) for each in prompts]
-        rows = sequences + sum(each.queries for each in prompts)
+        rows = sequences * self._verified + sum(each.queries for each in prompts)
         found = self.rows_seconds(rows, graph=not prompts)
         if sequences:
             found += self.decoding_seconds(sequences, context)
         if prompts:
             found += self.prompt_seconds(prompts)
+        if self._draft:
+            found += self._draft.device_seconds(sequences, context, prompts)
+            found += (self._verified - 2) * self._draft.device_seconds(sequences, context) if sequences else 0.0
         return found
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
@@ -92,16 +106,24 @@ class StepPrice:
 
     def decoding_seconds(self, sequences: int, context: float) -> float:
         """Seconds of the attention of ``sequences`` single tokens."""
+        place = min(max(bisect.bisect_left(_CONTEXTS, context), 1), len(_CONTEXTS) - 1)
+        line = self._lines.get((sequences, place))
+        if line is None:
+            line = self._lines[sequences, place] = self._line(sequences, place)
+        return line[0] + line[1] * max(context, _CONTEXTS[0])
+
+    def _line(self, sequences: int, place: int) -> tuple[float, float]:
+        """Seconds of ``sequences`` single tokens at context 0 and per token of it, between two contexts of the grid."""
         low, high, share = _between(_SEQUENCES, sequences)
-        near, far, depth = _between(_CONTEXTS, max(context, _CONTEXTS[0]))
-        return (1 - share) * ((1 - depth) * self._at(low, near) + depth * self._at(low, far)) + share * (
-            (1 - depth) * self._at(high, near) + depth * self._at(high, far)
-        )
+        near, far = _CONTEXTS[place - 1], _CONTEXTS[place]
+        first = (1 - share) * self._at(low, near) + share * self._at(high, near)
+        slope = ((1 - share) * self._at(low, far) + share * self._at(high, far) - first) / (far - near)
+        return first - slope * near, slope
 
     def _at(self, sequences: int, context: int) -> float:
         key = (sequences, context)
         if key not in self._decoding:
-            self._decoding[key] = self.priced(self.work.decoding(sequences, context))
+            self._decoding[key] = self.priced(self.work.decoding(sequences, context, self._verified))
         return self._decoding[key]
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
@@ -165,6 +187,48 @@ class StepPrice:
         seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
         ratio = seconds / plain.seconds
         return replace(plain, seconds=seconds, lower=plain.lower * ratio, upper=plain.upper * ratio, source="analytic")
+
+
+class _ExactPrice(StepPrice):
+    """Prices of steps without the table; what the other one priced is known."""
+
+    def __init__(self, price: StepPrice) -> None:
+        self.__dict__.update(price.__dict__)
+
+    def rows_seconds(self, rows: int, graph: bool = False) -> float:
+        if graph and rows <= self.engine.graph_sequences:
+            return super().rows_seconds(rows, graph)
+        return self.priced(self.work.rows(rows, min(rows, 256)))
+
+    def decoding_seconds(self, sequences: int, context: float) -> float:
+        return self.priced(self.work.decoding(sequences, round(context), self._verified))
+
+    def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
+        return sum(self.priced(self.work.prompts(1, each.queries, each.prior)) for each in prompts)
+
+
+@dataclass(frozen=True)
+class TableError:
+    """Relative error of tabulated steps against steps that are priced one by one."""
+
+    median: float
+    largest: float
+    steps: int
+
+
+def table_error(
+    price: StepPrice, sequences: int, contexts: tuple[int, int], prompt: int, steps: int = 12
+) -> TableError:
+    """Error over drawn steps of 1 to ``sequences`` sequences with ``contexts``, every third one beside a part of a
+    ``prompt``.
+    """
+    exact, drawn = _ExactPrice(price), np.random.default_rng(5)
+    found = []
+    for each in range(steps):
+        asked = int(drawn.integers(1, sequences + 1)), float(drawn.integers(contexts[0], contexts[1] + 1))
+        prompts = [Prompt(int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)))] if each % 3 == 2 else []
+        found.append(abs(price.step_seconds(*asked, prompts) / exact.step_seconds(*asked, prompts) - 1))
+    return TableError(float(np.median(found)), max(found), steps)
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:

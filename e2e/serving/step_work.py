@@ -165,26 +165,28 @@ class StepWork:
             each.count * (7 if isinstance(each.operator, StoredExperts) else 1) for each in self.rows(tokens, 1)
         )
 
-    def decoding(self, batch: int, context: int) -> Iterator[Work]:
-        """Attention of ``batch`` sequences, one token each, over ``context`` tokens, itself included."""
+    def decoding(self, batch: int, context: int, queries: int = 1) -> Iterator[Work]:
+        """Attention of ``batch`` sequences over ``context`` tokens each, ``queries`` new ones included: one, and those
+        that are verified.
+        """
         own, tp = -(-batch // self.parallel.attention_dp), self.parallel.attention_tp
         for layer, count in self.model.layers:
             mixer = layer.mixer
             if isinstance(mixer, SoftmaxAttention):
-                yield Work(self._softmax(mixer, own, 1, context), count, "attention")
+                yield Work(self._softmax(mixer, own, queries, context), count, "attention")
             elif isinstance(mixer, LatentAttention):
                 heads = mixer.heads // tp
                 seen = min(context, mixer.selected) if mixer.selected else context
-                yield Work(Gemm(heads, own, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
+                yield Work(Gemm(heads, own * queries, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
                 yield Work(
-                    Attention(own, heads, 1, max(seen, 2), mixer.kv_rank + mixer.rope_dim, 1, True, _HALF, kernel="mla",
-                              value_dim=mixer.kv_rank, paged=True), count, "attention",
+                    Attention(own, heads, queries, max(seen, queries + 1), mixer.kv_rank + mixer.rope_dim, 1, True, _HALF,
+                              kernel="mla", value_dim=mixer.kv_rank, paged=True), count, "attention",
                 )  # fmt: skip
-                yield Work(Gemm(heads, own, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
+                yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if mixer.selected:
-                    yield Work(Gemm(own, mixer.index_heads, context, mixer.index_dim, _HALF), count, "indexer")
+                    yield Work(Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer")
             else:
-                yield from self._linear_mixer(mixer, own, 1, count)
+                yield from self._linear_mixer(mixer, own, queries, count)
 
     def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
         """Attention of ``batch`` prompts with ``queries`` new tokens each after ``prior`` ones in the cache."""

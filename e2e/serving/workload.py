@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Workload:
     concurrency: int = 0
     # Lower ones are served first; ``None``: first come, first served.
     priorities: np.ndarray | None = None
-    # Identities of the blocks of ``prefix_block`` tokens of each prompt: equal ones have equal tokens, and before them.
+    # Identities of the blocks of ``prefix_block`` tokens of each prompt; equal ones have equal tokens up to their ends.
     prefixes: Sequence[tuple[int, ...]] | None = None
     prefix_block: int = 0
 
@@ -63,6 +63,21 @@ def open_loop(input_length: int, output_length: int, rate: float, requests: int,
         drawn_lengths(output_length, shortest, requests, 2),
         np.cumsum(gaps) - gaps[0],
     )
+
+
+def with_prefixes(load: Workload, length: int, share: float, groups: int) -> Workload:
+    """``load`` in which a ``share`` of the prompts begin with one of ``groups`` texts of ``length`` tokens."""
+    if not 0 < length < int(load.inputs.min()):
+        raise InputError(
+            f"--prefix-length {length}: must be above 0 and below the shortest prompt, {load.inputs.min()}"
+        )
+    drawn = np.random.default_rng(4)
+    chosen = np.where(drawn.random(load.count) < share, drawn.integers(0, groups, load.count), -1).tolist()
+    ends = np.cumsum(load.inputs // length).tolist()
+    # Identities below zero are of one prompt alone.
+    own = [range(-end, -end + tokens // length) for end, tokens in zip(ends, load.inputs.tolist(), strict=True)]
+    prefixes = [tuple(each) if group < 0 else (group, *each[1:]) for group, each in zip(chosen, own, strict=True)]
+    return replace(load, prefixes=prefixes, prefix_block=length)
 
 
 def weighted_quantiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:

@@ -1,0 +1,114 @@
+"""Clients, a router and replicas: who serves which request, and when it is sent."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from e2e.serving.schedule import Scheduler, ServedSequence
+from e2e.serving.workload import Workload
+
+# ``round-robin``: one after the other; ``least-loaded``: where the fewest requests are; ``prefix``: equal beginnings of
+# prompts to the same replica.
+Router = Literal["round-robin", "least-loaded", "prefix"]
+ROUTERS: tuple[Router, ...] = get_args(Router)
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """Replicas that decode what others computed the prompts of; ``transfer``: seconds to send the cache of so many
+    tokens.
+    """
+
+    replicas: Sequence[Scheduler]
+    transfer: Callable[[int], float]
+
+
+def serve_workload(
+    load: Workload, replicas: Sequence[Scheduler], router: Router = "round-robin", decoders: Decoders | None = None
+) -> None:
+    """Serve all requests of ``load``; the replicas write what clients see into their :class:`ServedRun`."""
+    numbers = np.arange(load.count)
+    if decoders is not None or router == "least-loaded":
+        _serve(load, numbers, load.concurrency, replicas, decoders)
+        return
+    # These routers ask no replica for its state: each replica is served for itself.
+    count = len(replicas)
+    if router == "prefix" and load.prefixes is not None:
+        places = np.array([each[0] % count if each else number % count for number, each in enumerate(load.prefixes)])
+    else:
+        places = numbers % count
+    for place, replica in enumerate(replicas):
+        clients = load.concurrency // count + (place < load.concurrency % count)
+        _serve(load, numbers[places == place], max(clients, 1), [replica], None)
+
+
+def _serve(
+    load: Workload, numbers: np.ndarray, concurrency: int, replicas: Sequence[Scheduler], decoders: Decoders | None
+) -> None:
+    """Serve the requests ``numbers``, in time order: the earliest of all replicas makes the next step."""
+    left, position, listed = len(numbers), 0, numbers.tolist()
+    arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
+    # Heap of the times at which clients send; in a closed loop all start at once.
+    sends = [0.0] * min(concurrency, left) if arrivals is None else arrivals
+    handed: list[tuple[float, int]] = []
+    sent, inputs, outputs = replicas[0].run.sent, load.inputs.tolist(), load.outputs.tolist()
+    decoding = decoders.replicas if decoders else ()
+    every = [*replicas, *decoding]
+    earliest, others = every[0], _NEVER
+    while left:
+        when = sends[0] if sends else _NEVER
+        moved = handed[0][0] if handed else _NEVER
+        if len(every) > 1:
+            busy = sorted(each.now for each in every if each.load)
+            earliest = min(every, key=_clock)
+            others = busy[1] if len(busy) > 1 else _NEVER
+        if when <= earliest.now or moved <= earliest.now or not earliest.load:
+            if when <= moved:
+                number = listed[position]
+                position += 1
+                heapq.heappop(sends)
+                sent[number] = when
+                each = _sequence(load, number, inputs[number], outputs[number] - 1)
+                if decoders:
+                    each.left = 0
+                min(replicas, key=_queue).submit(each, when)
+            else:
+                number = heapq.heappop(handed)[1]
+                each = ServedSequence(number, inputs[number], outputs[number] - 1, done=inputs[number])
+                min(decoding, key=_queue).submit(each, moved)
+            continue
+        earliest.step(min(when, moved, others) if moved < when or others < when else when)
+        for number in earliest.ended:
+            if decoders and earliest in replicas and outputs[number] > 1:
+                heapq.heappush(handed, (earliest.now + decoders.transfer(inputs[number]), number))
+                continue
+            left -= 1
+            if arrivals is None and position + len(sends) < len(listed):
+                heapq.heappush(sends, earliest.now)
+        earliest.ended.clear()
+
+
+_NEVER = float("inf")
+
+
+def _clock(each: Scheduler) -> float:
+    return each.now if each.load else _NEVER
+
+
+def _queue(each: Scheduler) -> int:
+    return each.load
+
+
+def _sequence(load: Workload, number: int, prompt: int, left: int) -> ServedSequence:
+    return ServedSequence(
+        number,
+        prompt,
+        left,
+        0 if load.priorities is None else int(load.priorities[number]),
+        () if load.prefixes is None else load.prefixes[number],
+    )
