@@ -26,6 +26,7 @@ from costmodel.collectives.calibration import (
     bracket,
     calibrations_for,
 )
+from costmodel.collectives.engine_reduce import reduce_of
 from costmodel.collectives.physics import Constants, TransferAnalysis, analyse, can_reduce, constants
 from costmodel.cost_model import CostModel, Estimate, PriceSource
 from costmodel.gpu.fitted import known_as
@@ -107,6 +108,8 @@ class CollectiveModel(CostModel):
         return results
 
     def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
+        if transfer.engine:
+            return self._by_engine(transfer)
         # a message has two ends, whatever the size of the group
         if transfer.kind == "send_recv" and transfer.ranks > 2:
             transfer = dataclasses.replace(transfer, ranks=2, nodes=min(transfer.nodes, 2))
@@ -126,6 +129,20 @@ class CollectiveModel(CostModel):
         beyond = {"ranks", "nodes"} & set(_beyond(transfer, source, ideal))
         measured = source.own and source.kind == transfer.kind and not beyond
         return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
+
+    def _by_engine(self, transfer: CollectiveTransfer) -> Estimate:
+        library = self._estimate(dataclasses.replace(transfer, engine=""))
+        found = reduce_of(transfer, self.cluster)
+        if found is None:
+            return library
+        kernel, own = found
+        seconds = kernel.seconds(transfer, self.cluster)
+        if seconds >= library.seconds:
+            return library
+        margin = kernel.margin + (0.0 if own else OTHER_MARGIN)
+        lower, upper = seconds * math.exp(-margin), seconds * math.exp(margin)
+        source: PriceSource = "fitted" if own else "analytic"
+        return Estimate(seconds, lower, upper, library.bound, {"engine": transfer.engine}, source)
 
     def _source(self, kind: str, across: bool) -> _Source | None:
         key = (kind, across)

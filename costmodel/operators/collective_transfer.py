@@ -30,6 +30,9 @@ class CollectiveTransfer:
     span: int = 0
     # For an all_to_all: kernels write rows directly into their peers' memory (DeepEP), without NCCL's protocols.
     puts: bool = False
+    # For an all_reduce: the serving engine (``vllm``, ``sglang``, ``trtllm``) whose own kernels run where they are
+    # faster than NCCL's; empty: NCCL's alone.
+    engine: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVE_KINDS:
@@ -42,6 +45,8 @@ class CollectiveTransfer:
             raise ValueError(f"sharing must be at least 1, got {self.sharing}")
         if self.puts and self.kind != "all_to_all":
             raise ValueError(f"puts is for all_to_all only, not for {self.kind}")
+        if self.engine and self.kind != "all_reduce":
+            raise ValueError(f"engine is for all_reduce only, not for {self.kind}")
         self._check_busiest()
 
     def _check_busiest(self) -> None:

@@ -45,9 +45,9 @@ class ServingAnswer:
         return (self.run.last - self.run.first) / np.maximum(self.workload.outputs - 1, 1)
 
 
-def serve(request: ServingRequest) -> ServingAnswer:
+def serve(request: ServingRequest, tables: StepPrice | None = None) -> ServingAnswer:
     """Answer ``request``; ``InputError`` or ``MachineError`` for what cannot be served, before long work,
-    ``ShortageError`` for a model that does not fit.
+    ``ShortageError`` for a model that does not fit. ``tables``: prices of an answer with the same kernels.
     """
     deployment = deployment_of(request)
     room = cache_room(deployment)
@@ -56,7 +56,7 @@ def serve(request: ServingRequest) -> ServingAnswer:
     if room.tokens < longest:
         shortage = room.shortage(deployment, longest)
         raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
-    price = StepPrice(deployment)
+    price = StepPrice(deployment) if tables is None else tables.with_engine(deployment.engine)
     run = ServedRun.of(workload.count)
     serve_workload(workload, [Scheduler(price, room.tokens, run)])
     return ServingAnswer(request, deployment, workload, price, room, run)

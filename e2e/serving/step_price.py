@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.serving.deployment import WEIGHT_BITS, Deployment
-from e2e.serving.step_work import AllReduce, StepWork, StoredExperts, Work
+from e2e.serving.engines import Engine
+from e2e.serving.step_work import StepWork, StoredExperts, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -53,6 +55,13 @@ class StepPrice:
         self._launches = self.work.kernels(64)
         draft, self._verified = deployment.draft, 1 + getattr(deployment.speculation, "tokens", 0)
         self._draft = StepPrice(draft) if draft else None
+
+    def with_engine(self, engine: Engine) -> StepPrice:
+        """The same kernels, whose tables are shared, with other host times and limits of the engine."""
+        found = copy.copy(self)
+        found.engine = engine
+        found.deployment = replace(self.deployment, engine=engine)
+        return found
 
     @property
     def tokens_per_step(self) -> float:
@@ -160,21 +169,11 @@ class StepPrice:
         for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
             self._known[each] = estimate
         for each in new:
-            if isinstance(each, AllReduce):
-                self._known[each] = self._reduced(each)
-            elif isinstance(each, StoredExperts):
+            if isinstance(each, StoredExperts):
                 self._known[each] = self._experts(each)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
             self._known[each] = estimate
-
-    def _reduced(self, each: AllReduce) -> Estimate:
-        from e2e.serving._reduce import seconds
-
-        found = seconds(self.deployment.cluster.machine.name, each.engine, each.ranks, each.size_bytes)
-        if found is not None:
-            return Estimate(found, found, found, "interconnect", source="measured")
-        return self._collectives.estimate([CollectiveTransfer("all_reduce", each.size_bytes, each.ranks)])[0]
 
     def _experts(self, each: StoredExperts) -> Estimate:
         plain = self._kernels.estimate([each.layer])[0]
@@ -186,7 +185,7 @@ class StepPrice:
         compute = sum(part.flops for part in each.layer.products) / 6e14
         seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
         ratio = seconds / plain.seconds
-        return replace(plain, seconds=seconds, lower=plain.lower * ratio, upper=plain.upper * ratio, source="analytic")
+        return replace(plain, seconds=seconds, lower=min(plain.lower * ratio, seconds), upper=max(plain.upper * ratio, seconds), source="analytic")
 
 
 class _ExactPrice(StepPrice):

@@ -81,7 +81,8 @@ class StepWork:
 
     def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
         if ranks > 1:
-            yield Work(AllReduce(rows * self.model.hidden * 2, ranks, self.engine.all_reduce), 1, "all-reduce")
+            size = rows * self.model.hidden * 2
+            yield Work(CollectiveTransfer("all_reduce", size, ranks, engine=self.engine.all_reduce), 1, "all-reduce")
 
     def _mixer(self, mixer: SoftmaxAttention | LatentAttention | LinearMixer, rows: int) -> Iterator[Work]:
         hidden, tp, stored = self.model.hidden, self.parallel.attention_tp, self.precision.weights
@@ -160,7 +161,9 @@ class StepWork:
 
     def kernels(self, tokens: int) -> float:
         """Number of kernels of a step of ``tokens`` rows."""
-        attention = sum(count * (3 if isinstance(layer.mixer, LatentAttention) else 1) for layer, count in self.model.layers)
+        attention = sum(
+            count * (3 if isinstance(layer.mixer, LatentAttention) else 1) for layer, count in self.model.layers
+        )
         return attention + sum(
             each.count * (7 if isinstance(each.operator, StoredExperts) else 1) for each in self.rows(tokens, 1)
         )
@@ -231,15 +234,6 @@ class StepWork:
     def _kernel(self) -> AttentionKernel:
         """Kernel that engines select on this GPU."""
         return {"hopper": "flash3", "blackwell": "cudnn"}.get(self.architecture, "flash2")  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """All-reduce of ``size_bytes`` among ``ranks`` by the kernels of an ``engine``."""
-
-    size_bytes: int
-    ranks: int
-    engine: str
 
 
 @dataclass(frozen=True)

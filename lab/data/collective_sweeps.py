@@ -10,6 +10,11 @@ the switches of Hopper do not add bytes, so that it runs another algorithm than 
 ``vidur/h100_dgx/send_recv.csv.gz`` (microsoft/vidur, MIT): kernels under a profiler, milliseconds, bytes; median of the
 repetitions. Its all-reduces hold waiting for the other ranks up to 1 MB and are left out for H100, counted from 2 MB on
 for pairs of A100. ``a100_pairwise_nvlink/send_recv`` is left out: 350 GB/s is more than NVLink bridges have.
+
+``aiconfigurator/<system>/comm/<engine>/<version>/custom_allreduce_perf.parquet``: all-reduces as a serving engine runs
+them, which hands large messages to NCCL; milliseconds, ``message_size`` in elements of 16 bits. Rows in CUDA graphs are
+read; a row that takes longer than a larger message of its sweep was disturbed (38 us for 1 KiB among 8 H100, between 3
+and 4) and is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import csv
 import gzip
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +65,43 @@ def read_collectives(data: Path, wanted: Wanted = everything) -> list[Collective
         if wanted(path)
     ]
     return [*public, *_own(MEASURED)] if public else []
+
+
+ENGINES = ("vllm", "sglang", "trtllm")
+_DISTURBED = 1.15  # times the least time of a larger message
+
+
+def engine_sweep_files(data: Path) -> list[Path]:
+    """All tables of serving engines' own all-reduces under ``data``."""
+    name = "custom_allreduce_perf.parquet"
+    folders = [data / "aiconfigurator" / system / "comm" / engine for system in _SYSTEMS for engine in ENGINES]
+    return [path for folder in folders for path in sorted(folder.glob(f"*/{name}"))]
+
+
+def read_engine_reduces(data: Path, wanted: Wanted = everything) -> list[CollectiveTable]:
+    """Read the wanted ones of :func:`engine_sweep_files`; ``InputError`` if one is malformed."""
+    found = []
+    for path in engine_sweep_files(data):
+        if wanted(path):
+            rows = sorted(_engine_rows(path), key=lambda row: (row.transfer.ranks, row.transfer.size_bytes))
+            kept = tuple(row for place, row in enumerate(rows) if not _is_disturbed(row, rows[place + 1 :]))
+            found.append(CollectiveTable(_SYSTEMS[path.relative_to(data).parts[1]], kept, str(path)))
+    return found
+
+
+def _engine_rows(path: Path) -> Iterator[CollectiveRow]:
+    engine = path.parent.parent.name
+    for row in read_parquet(path, "a table of all-reduces").to_pylist():
+        if "eager" not in row["kernel_source"]:
+            size = row["message_size"] * _ELEMENT_BYTES[row["allreduce_dtype"]]
+            yield CollectiveRow(
+                CollectiveTransfer("all_reduce", size, row["num_gpus"], engine=engine), row["latency"] * 1e-3
+            )
+
+
+def _is_disturbed(row: CollectiveRow, larger: Iterable[CollectiveRow]) -> bool:
+    longer = [each.seconds for each in larger if each.transfer.ranks == row.transfer.ranks]
+    return bool(longer) and row.seconds > _DISTURBED * min(longer)
 
 
 def _own(directory: Path) -> Iterator[CollectiveTable]:

@@ -17,12 +17,13 @@ from rich.console import Console
 from costmodel.base.errors import InputError, Say
 from costmodel.base.output_files import check_writable
 from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
+from costmodel.collectives.engine_reduce import FILE as ENGINE_REDUCES
 from costmodel.gpu.families.family import SHARES
 from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING
 from lab.command_line import chosen, program, run
 from lab.data.data_folder import FETCH, Wanted, data_folder
 from lab.data.selection import PARTS, wanted_files
-from lab.fit.collectives import fit_collectives
+from lab.fit.collectives import fit_collectives, fit_engine_reduces
 from lab.fit.image_steps import fit_steps
 from lab.fit.kernels import fit, fit_scans, fit_serving
 
@@ -53,6 +54,10 @@ def fit_public(
     if "collectives" in parts:
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, wanted("collectives"))
+    if "engine-reduces" in parts:
+        # After the collectives, to which engines hand large messages.
+        output_file = output / "collectives" / ENGINE_REDUCES.name if output else ENGINE_REDUCES
+        files += fit_engine_reduces(data, output_file, progress, wanted("engine-reduces"))
     if "vision" in parts:
         # After the kernels: operators with tables of their own are priced by them.
         output_file = output / "vision" / SHARES.name if output else SHARES

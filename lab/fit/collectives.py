@@ -1,4 +1,5 @@
-"""Fit of the models of collectives to public sweeps: constants of the analytic model, curves per system.
+"""Fit of the models of collectives to public sweeps: constants of the analytic model, curves per system; constants of
+serving engines' own all-reduces, per engine and architecture.
 
 The constants (starts, hops and shares of the protocols) are fitted to sweeps of one node. Every sweep weighs the same;
 the loss is robust, for no model of a protocol fits the steps between two of them. What the sweeps of one node cannot
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,12 @@ from costmodel.base.output_files import StagedFiles
 from costmodel.collectives.calibration import (
     NAME,
     CollectiveSweep,
+    architecture_of,
     forget_calibrations,
     write_calibration,
 )
+from costmodel.collectives.collective_model import collective_cost_model
+from costmodel.collectives.engine_reduce import REFERENCE, EngineReduce, write_engine_reduces
 from costmodel.collectives.own_cluster import (
     MeasuredRow,
     calibrate,
@@ -34,9 +38,9 @@ from costmodel.collectives.own_cluster import (
 )
 from costmodel.collectives.physics import Constants, Protocol, analyse, constants, write_constants
 from costmodel.collectives.sweep_logs import CollectiveRow
-from costmodel.machines.cluster import Cluster, nccl_version
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from lab.data.collective_sweeps import CollectiveTable, read_collectives
+from lab.data.collective_sweeps import CollectiveTable, read_collectives, read_engine_reduces
 from lab.data.data_folder import Wanted, everything
 from lab.data.selection import named_tables
 
@@ -219,3 +223,106 @@ def _constants(logs: np.ndarray) -> Constants:
     ]
     simple = dataclasses.replace(FIRST_GUESS.protocols[-1], start=values[-2], gpu_hop=values[-1])
     return Constants((*fitted[:-1], simple), fitted[-1], FIRST_GUESS.chunk)
+
+
+# Larger messages are NCCL's in every engine; in vLLM's tables too from 64 MiB on.
+_LARGEST_OWN = 1 << 25
+_OWN_SELECTION = (
+    "rows in CUDA graphs up to 32 MiB, but for those that take longer than a larger message; of two ranks alone where "
+    "GPUs are linked through the host"
+)
+_FIRST_REDUCE = EngineReduce(start=3e-6, doubling=5e-7, second=3e-6, one_shot=0.9, two_shot=0.9)
+_REDUCE_FIELDS = ("start", "doubling", "second", "one_shot", "two_shot")
+
+
+def fit_engine_reduces(
+    data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything
+) -> list[Path]:
+    """Write the constants of serving engines' all-reduces to the file ``output``; returns it."""
+    tables = read_engine_reduces(data, wanted)
+    if not tables:
+        progress(f"{data}: no all-reduces of serving engines")
+        return []
+    engines: dict[str, dict[str, EngineReduce]] = defaultdict(dict)
+    for (engine, architecture), rows in rows_by_engine(tables).items():
+        progress(f"{engine} on {architecture}: {len(rows)} all-reduces")
+        engines[engine][architecture] = fit_reduce(rows)
+    margins = {engine: _margin(engine, tables) for engine in engines}
+    engines = {
+        engine: {name: dataclasses.replace(each, margin=margins[engine]) for name, each in members.items()}
+        for engine, members in engines.items()
+    }
+    rows = {Path(table.source): len(table.rows) for table in tables}
+    licence = "ai-dynamo/aiconfigurator (Apache-2.0)"
+    provenance = {"command": _COMMAND, "sources": licence, "selection": _OWN_SELECTION, **named_tables(rows, data)}
+    return [write_engine_reduces(engines, provenance, output)]
+
+
+Measured = tuple[Cluster, CollectiveRow]
+
+
+def rows_by_engine(tables: Sequence[CollectiveTable], without: str = "") -> dict[tuple[str, str], list[Measured]]:
+    """Rows of ``tables`` by engine and architecture, but for those of the GPU ``without``."""
+    found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for table in tables:
+        cluster = load_cluster(table.machine, 8, 1)
+        for row in table.rows if table.machine != without else ():
+            own = row.transfer.ranks == 2 or cluster.topology == "switch"
+            if row.transfer.size_bytes <= _LARGEST_OWN and own:
+                found[row.transfer.engine, cluster.machine.chip().architecture].append((cluster, row))
+    return dict(found)
+
+
+def fit_reduce(rows: Sequence[Measured]) -> EngineReduce:
+    """Constants that bring the times of ``rows`` nearest, NCCL's where these are less."""
+    library = [_by_library(cluster, row.transfer) for cluster, row in rows]
+    measured = np.log([row.seconds for _, row in rows])
+    first = np.log([getattr(_FIRST_REDUCE, name) for name in _REDUCE_FIELDS])
+
+    def made(logs: np.ndarray) -> EngineReduce:
+        return EngineReduce(
+            **{name: float(f"{math.exp(each):.4g}") for name, each in zip(_REDUCE_FIELDS, logs, strict=True)}
+        )
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        kernel = EngineReduce(**dict(zip(_REDUCE_FIELDS, np.exp(logs).tolist(), strict=True)))
+        own = [kernel.seconds(row.transfer, cluster) for cluster, row in rows]
+        return np.asarray(np.log(np.minimum(own, library)) - measured)
+
+    # Within a factor of eight: no kernel of which NCCL's is always the faster one says more.
+    bounds = (first - math.log(8), first + math.log(8))
+    return made(least_squares(residuals, first, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
+
+
+def _by_library(cluster: Cluster, transfer: CollectiveTransfer) -> float:
+    return collective_cost_model(cluster).estimate([dataclasses.replace(transfer, engine="")])[0].seconds
+
+
+def left_out_errors(engine: str, tables: Sequence[CollectiveTable]) -> dict[str, np.ndarray]:
+    """Log of measured over predicted times of the all-reduces of ``engine`` by GPU, each GPU with a switch left out of
+    the fit in turn: its architecture's constants by its relatives, else Hopper's.
+    """
+    found = {}
+    for machine in sorted({table.machine for table in tables}):
+        rows = [
+            each
+            for (name, _), members in rows_by_engine([t for t in tables if t.machine == machine]).items()
+            for each in members
+            if name == engine
+        ]
+        others = rows_by_engine(tables, machine)
+        architecture = rows[0][0].machine.chip().architecture
+        kernel = fit_reduce(others.get((engine, architecture)) or others[engine, REFERENCE])
+        predicted = [
+            min(kernel.seconds(row.transfer, cluster), _by_library(cluster, row.transfer)) for cluster, row in rows
+        ]
+        found[machine] = np.log([row.seconds for _, row in rows]) - np.log(predicted)
+    return found
+
+
+def _margin(engine: str, tables: Sequence[CollectiveTable]) -> float:
+    """Half of the interval that holds 80 % of the errors of a GPU whose relative was fitted to (H100, H200)."""
+    found = left_out_errors(engine, tables)
+    architectures = Counter(architecture_of(machine) for machine in found)
+    errors = [np.abs(each) for name, each in found.items() if architectures[architecture_of(name)] > 1]
+    return round(float(np.mean([np.quantile(each, 0.8) for each in errors or [np.full(1, 0.2)]])), 3)

@@ -159,14 +159,20 @@ def errors_of(rows: Iterable[MeasuredServing], predict: Predict) -> tuple[list[S
     return found, refused
 
 
+# Prices of the deployments that were asked about.
+_TABLES: dict[tuple[Any, ...], Any] = {}
+
+
 def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
     """Answer of ``e2e serve`` in the quantities that were measured."""
     from e2e.serving.serving_answer import serve
 
-    answer = serve(row.request)
+    asked = row.request
+    key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision)
+    answer = serve(asked, _TABLES.get(key))
+    _TABLES[key] = answer.price
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
-    engine = answer.deployment.engine
     first = float((answer.run.first - answer.run.sent).mean())
     values = {
         "ttft": ttft,
@@ -176,7 +182,6 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
         "token": tpot,
         "batch": float(answer.run.last.max()),
     }
-    del engine
     return values, {}
 
 
