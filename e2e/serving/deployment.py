@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from costmodel.machines.cluster import Cluster
+from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from e2e.serving.engines import Engine
-from e2e.serving.served_model import LatentAttention, ServedModel, SoftmaxAttention
+from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
 from e2e.serving.speculation import Speculation
+from e2e.step.options import Precision
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128; mxfp4: a byte per 32; nvfp4: a byte per
 # 16; int4: an FP16 per 128).
@@ -32,8 +34,14 @@ class ServingPrecision:
     kv: str = "bf16"
 
 
-def read_precision(text: str, model: ServedModel) -> ServingPrecision:
-    """Precision of ``weights=fp8,experts=mxfp4,activations=fp8,kv=fp8``; what is left out is as ``model`` is stored."""
+def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPrecision:
+    """Precision of ``weights=fp8,experts=mxfp4,activations=fp8,kv=fp8``; what is left out is as ``model`` is stored.
+
+    A GPU without arithmetic in 8 bits multiplies weights of 8 bits with 16-bit activations.
+    """
+    if text and "=" not in text:
+        of = "is a recipe of training" if text in get_args(Precision) else "says not of what"
+        raise InputError(f"--precision {text}: {of}; write such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8")
     asked = _pairs("--precision", text, tuple(each.name for each in fields(ServingPrecision)))
     for key, value in asked.items():
         value = _OTHER_NAMES.get(value, value)
@@ -43,10 +51,14 @@ def read_precision(text: str, model: ServedModel) -> ServingPrecision:
         asked[key] = value
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
-    eight = any(each.startswith("fp8") for each in (weights, experts))
-    return ServingPrecision(
-        weights, experts, asked.get("activations", "fp8" if eight else "bf16"), asked.get("kv", "bf16")
-    )
+    able = "float8" in machine.compute
+    if asked.get("activations") == "fp8" and not able:
+        raise InputError(
+            f"--precision activations=fp8: {machine.name} has no arithmetic in FP8; write activations=bf16"
+        )
+    eight = able and any(each.startswith("fp8") for each in (weights, experts))
+    activations = asked.get("activations", "fp8" if eight else "bf16")
+    return ServingPrecision(weights, experts, activations, asked.get("kv", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,13 @@ class Deployment:
                     f"--parallel tp={self.parallel.tp}: {each} heads of attention do not divide by "
                     f"{self.parallel.attention_tp} ranks"
                 )
+        for layer, _ in self.model.layers:
+            if isinstance(layer.block, Experts) and layer.block.count % self.parallel.ep:
+                raise InputError(
+                    f"--parallel ep={self.parallel.ep}: {layer.block.count} experts do not divide by so many ranks"
+                )
+        if self.model.depth < self.parallel.pp:
+            raise InputError(f"--parallel pp={self.parallel.pp}: {self.model.name} has {self.model.depth} layers")
 
     def weight_bytes(self) -> float:
         """Bytes of weights on the fullest rank."""
@@ -186,8 +205,6 @@ class Deployment:
             mixer = layer.mixer.parameters(self.model.hidden) / parallel.attention_tp
             found += count * mixer * WEIGHT_BITS[precision.weights] / 8
         hidden = self.model.hidden
-        from e2e.serving.served_model import Experts
-
         for layer, count in self.model.layers:
             block = layer.block
             if isinstance(block, Experts):

@@ -65,12 +65,14 @@ def _known() -> dict[str, dict[str, Any]]:
 
 def engine_named(text: str) -> Engine:
     """The engine of ``NAME`` or ``NAME=VERSION``; ``InputError`` for an unknown name."""
-    name, _, version = text.partition("=")
+    name, equals, version = text.partition("=")
     found = _known().get(name)
     if found is None:
         near = difflib.get_close_matches(name, _known(), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(f"--engine {text}: {hint}choose one of {', '.join(_known())}")
+    if equals and not version[:1].isdigit():
+        raise InputError(f"--engine {text}: {version!r} is no version; write such as {name}=0.11.0, or {name} alone")
     values = {key: value for key, value in found.items() if key != "versions"}
     for start, changed in sorted((found.get("versions") or {}).items(), key=lambda each: version_key(each[0])):
         if not version or version_key(start) <= version_key(version):
@@ -122,6 +124,6 @@ def with_engine_options(engine: Engine, text: str) -> Engine:
             raise InputError(f"--engine-options {part}: {error}") from None
         if not least <= number <= most or (isinstance(getattr(engine, field), int) and number != int(number)):
             kind = "whole number" if isinstance(getattr(engine, field), int) else "number"
-            raise InputError(f"--engine-options {part}: must be a {kind} from {least:g} to {most:g}")
+            raise InputError(f"--engine-options {part}: must be a {kind} from {least:g} to {most:.12g}")
         changed[field] = int(number) if isinstance(getattr(engine, field), int) else number
     return replace(engine, **changed)

@@ -122,12 +122,15 @@ def deployment_of(request: ServingRequest) -> Deployment:
     parallel = read_parallel(request.parallel, request.gpus)
     if request.disaggregate:
         parallel = read_disaggregation(request.disaggregate, parallel).decode_parallel
+    assert request.gpu is not None
+    cluster = load_cluster(request.gpu, parallel.gpus)
+    cluster.machine.chip()  # no CPU
     deployment = Deployment(
         model,
-        load_cluster(request.gpu, parallel.gpus),
+        cluster,
         with_engine_options(engine_named(request.engine), request.engine_options),
         parallel,
-        read_precision(request.precision, model),
+        read_precision(request.precision, model, cluster.machine),
         None if request.routing == "drawn" else parse_routing(request.routing),
         read_speculation(request.speculate, model, named_model),
     )

@@ -79,7 +79,9 @@ class ServingRequest(Options):
     routing: str = option(
         "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
     )
-    gpu: str = option("GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", panel=GPU_PANEL)
+    gpu: str | None = option(
+        "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default=None, panel=GPU_PANEL
+    )
     gpus: int = option("Number of GPUs of one copy of the model.", default=1, least=1, panel=GPU_PANEL)
     parallel: str = option(
         "How the GPUs share the model: tp=8,ep=8,dp-attention=8,pp=1; default: tp over all GPUs.",
@@ -130,6 +132,8 @@ class ServingRequest(Options):
         super().__post_init__()
         if (self.model is None) == (self.model_config is None):
             raise InputError("give --model NAME or --model-config FILE, one of them")
+        if not self.gpu:
+            raise InputError("give --gpu NAME; `python -m costmodel machines` lists all")
         for name in ("input_length", "output_length"):
             _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
         _number("shortest-length", self.shortest_length, 1e-6, 1.0)

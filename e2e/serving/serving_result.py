@@ -12,9 +12,11 @@ import numpy as np
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
+from costmodel.operators.layers import element_bytes
+from e2e.serving.deployment import WEIGHT_BITS
 from e2e.serving.serving_answer import ServingAnswer
 from e2e.serving.step_price import Prompt
-from e2e.serving.step_work import Work
+from e2e.serving.step_work import StoredExperts, Work
 from e2e.serving.workload import weighted_quantiles
 
 # Share of measured runs that an interval is meant to hold.
@@ -243,7 +245,11 @@ def _plain(each: Work) -> Any:
 
 def _bytes(each: Work) -> float:
     operator = _plain(each)
-    return float(getattr(operator, "read_bytes", 0)) + float(getattr(operator, "write_bytes", 0))
+    moved = float(getattr(operator, "read_bytes", 0)) + float(getattr(operator, "write_bytes", 0))
+    if isinstance(each.operator, StoredExperts):  # its weights are read in as many bits as they are stored with
+        weights = sum(part.active * part.n * part.k for part in each.operator.layer.products)
+        moved += weights * (WEIGHT_BITS[each.operator.stored] / 8 - element_bytes(each.operator.layer.dtype))
+    return moved
 
 
 def _limit(each: Work, estimate: Estimate) -> str:
