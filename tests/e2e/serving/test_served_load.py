@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import lru_cache
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 import e2e
 from e2e.serving.serving_answer import ServingAnswer, serve
+from e2e.serving.serving_report import serving_page, users_curve
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.serving_result import ServingResult, serving_result
+from e2e.serving.serving_timeline import write_serving_timeline
 
 BASE: dict[str, Any] = {
     "model": "llama-3.1-8b", "gpu": "h100-sxm", "input_length": 512, "output_length": 64, "concurrency": 8,
@@ -179,3 +182,30 @@ def test_python_and_json_have_the_same_record():
     assert text["ttft_seconds"]["p90"] == result.ttft_seconds.p90 and text["fits"] is True
     assert text["request"]["concurrency"] == 8 and list(result.tpot_interval_seconds) == text["tpot_interval_seconds"]
     assert {"goodput", "bound", "bound_shares", "overloaded", "coverage", "notes", "cache", "memory"} <= set(text)
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def test_timeline(tmp_path):
+    path = tmp_path / "serve.json.gz"
+    write_serving_timeline(answer(), path)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    tracks = {each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert {"vLLM", "GPU", "host between steps", "requests", "request 0"} <= tracks
+    gpu = [each for each in events if each["ph"] == "X" and (each["pid"], each["tid"]) == (1, 1)]
+    ends = [each["ts"] + each["dur"] for each in gpu]
+    assert len(gpu) > 64 and all(end <= each["ts"] + 1e-3 for end, each in zip(ends, gpu[1:], strict=False))
+
+
+def test_page(tmp_path):
+    path = tmp_path / "serve.html"
+    found = answer(model="llama-3.2-1b", concurrency=2, requests=4)
+    curve = users_curve(found)
+    assert [users for users, _ in curve] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each.tokens_per_second_per_user for _, each in curve] == sorted(
+        (each.tokens_per_second_per_user for _, each in curve), reverse=True
+    )
+    path.write_text(serving_page(serving_result(found), curve))
+    page = path.read_text()
+    assert "tokens/s per user" in page and page.count("<svg") == 2
