@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,3 +210,13 @@ def test_page(tmp_path):
     path.write_text(serving_page(serving_result(found), curve))
     page = path.read_text()
     assert "tokens/s per user" in page and page.count("<svg") == 2
+
+
+def test_the_loop_of_the_page_is_the_scheduler():
+    page = Path(__file__).parents[3] / "docs" / "serving.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 48
+    said: dict[str, Any] = {}
+    exec(code.replace("print(", "result = ("), said)
+    found = answer(input_length=1024, output_length=64, concurrency=16, requests=160)
+    assert said["result"] == pytest.approx((found.ttft_seconds.mean(), found.tpot_seconds.mean()), rel=0.02)
