@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,22 @@ _GROWTH = 0.1
 # SGLANG_INIT_NEW_TOKEN_RATIO, _MIN_NEW_TOKEN_RATIO_FACTOR, _NEW_TOKEN_RATIO_DECAY_STEPS, _RETRACT_DECODE_STEPS and
 # _CLIP_MAX_NEW_TOKENS_ESTIMATION in python/sglang/srt/environ.py).
 _RESERVED, _LEAST_RESERVED, _FALLING_STEPS, _RETRACT_STEPS, _CLIP = 0.7, 0.7 * 0.14, 600, 20, 4096
+
+
+# Steps that a run keeps for its timeline.
+MOST_LOGGED = 2000
+
+
+class LoggedStep(NamedTuple):
+    """``count`` equal steps of ``seconds`` from ``start`` on: ``sequences`` after ``context`` tokens, and ``prompts``."""
+
+    start: float
+    seconds: float
+    count: int
+    sequences: int
+    context: float
+    prompts: tuple[Prompt, ...]
+    replica: int
 
 
 @dataclass
@@ -44,6 +61,9 @@ class ServedRun:
     # Tokens of prompts, and those of them that were in the prefix cache.
     prompt_tokens: int = 0
     prefix_hits: int = 0
+    # Number of schedulers, and the first steps of all.
+    replicas: int = 0
+    log: list[LoggedStep] = field(default_factory=list)
 
     @classmethod
     def of(cls, count: int) -> ServedRun:
@@ -78,6 +98,8 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
+        self.number = run.replicas
+        run.replicas += 1
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
@@ -245,7 +267,10 @@ class Scheduler:
         """One step with ``prompts``, beside the decoding sequences unless the engine runs prompts alone."""
         running = 0 if self.engine.schedule == "prefill-first" else len(self.running)
         context = self._context() if running else 0.0
-        seconds = self.price.step_seconds(running, context, [Prompt(taken, each.done) for each, taken in prompts])
+        asked = [Prompt(taken, each.done) for each, taken in prompts]
+        seconds = self.price.step_seconds(running, context, asked)
+        if len(self.run.log) < MOST_LOGGED:
+            self.run.log.append(LoggedStep(self.now, seconds, 1, running, context, tuple(asked), self.number))
         self._advance(seconds)
         if self.running:
             self.pause += seconds
@@ -289,6 +314,8 @@ class Scheduler:
         seconds = self.price.step_seconds(running, context + (steps - 1) * self.yielded / 2)
         if self.now + steps * seconds > until:
             steps = max(min(steps, int((until - self.now) / seconds) + 1), 1)
+        if len(self.run.log) < MOST_LOGGED:
+            self.run.log.append(LoggedStep(self.now, seconds, steps, running, context, (), self.number))
         if self.pause:
             self.pause += seconds
             self._tokens(1)

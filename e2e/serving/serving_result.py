@@ -135,9 +135,7 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
     tpot_spread = _spread(tpot[several] if several.any() else np.zeros(1))
     tokens = float(load.outputs.sum()) / seconds
     gpus, error = answer.gpus, answer.table_error()
-    bands = _bands(answer)
-    per_token = _interval(tpot_spread.mean, decode, bands[0])
-    first = _interval(float(ttft.mean()), prefill, bands[1])
+    first, per_token = latency_intervals(answer, decode, prefill)
     faster, slower = ((first[end] + (load.outputs.mean() - 1) * per_token[end]) / whole.mean() for end in (0, 1))
     follows = load.arrivals is None or overloaded
     met = _goodput(answer, ttft, tpot)
@@ -281,6 +279,16 @@ def _bands(answer: ServingAnswer) -> tuple[float, float]:
     """Factors of TPOT and TTFT between whole runs and their kernels, of the engine's version."""
     engine = answer.deployment.engine
     return getattr(engine, "band_tpot", _BAND_TPOT), getattr(engine, "band_ttft", _BAND_TTFT)
+
+
+def latency_intervals(
+    answer: ServingAnswer, decode: StepFigures | None = None, prefill: StepFigures | None = None
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where the mean time to the first token, and that per output token, lie with :data:`PROBABILITY`."""
+    band_tpot, band_ttft = _bands(answer)
+    several = answer.tpot_seconds[answer.workload.outputs > 1]
+    per_token = _interval(float(several.mean()) if several.size else 0.0, decode or decode_figures(answer), band_tpot)
+    return _interval(float(answer.ttft_seconds.mean()), prefill or prefill_figures(answer), band_ttft), per_token
 
 
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -110,8 +111,16 @@ class StepPrice:
 
     def _at_rows(self, rows: int) -> float:
         if rows not in self._rows:
-            self._rows[rows] = self.priced(self.work.rows(rows, min(rows, 256)))
+            most = max(self.engine.token_budget, rows)
+            near = _SMALL if rows <= _SMALL[-1] else [each for each in _LARGE if each <= most]
+            self._fill(self._rows, {each: self.work.rows(each, min(each, 256)) for each in near})
         return self._rows[rows]
+
+    def _fill(self, table: dict[Any, float], work: Mapping[Any, Iterable[Work]]) -> None:
+        """Price a part of a table at once: one call for many kernels is far faster than one for each."""
+        listed = {key: list(each) for key, each in work.items()}
+        self._learn([each.operator for parts in listed.values() for each in parts])
+        table.update((key, self.priced(parts)) for key, parts in listed.items())
 
     def decoding_seconds(self, sequences: int, context: float) -> float:
         """Seconds of the attention of ``sequences`` single tokens."""
@@ -132,7 +141,9 @@ class StepPrice:
     def _at(self, sequences: int, context: int) -> float:
         key = (sequences, context)
         if key not in self._decoding:
-            self._decoding[key] = self.priced(self.work.decoding(sequences, context, self._verified))
+            counts = {sequences, *(each for each in _SEQUENCES if each <= max(self.engine.sequences, sequences))}
+            work = {(each, context): self.work.decoding(each, context, self._verified) for each in counts}
+            self._fill(self._decoding, work)
         return self._decoding[key]
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
@@ -142,7 +153,10 @@ class StepPrice:
         prior = sum(each.prior for each in prompts) // count
         at = (_SEQUENCES[bisect.bisect_left(_SEQUENCES, count)], _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
-            self._prompts[at] = self.priced(self.work.prompts(*at))
+            near = {at[1], *(_near(round(at[1] * 2 ** (step / 8))) for step in range(-4, 5) if not at[2])}
+            most = max(self.engine.token_budget, at[0] * at[1])
+            asked = [(each, length, at[2]) for each in _SEQUENCES for length in near if each * length <= most]
+            self._fill(self._prompts, {each: self.work.prompts(*each) for each in {at, *asked}})
         pairs = sum(each.queries * (each.prior + each.queries / 2) for each in prompts)
         return self._prompts[at] * pairs / (at[0] * at[1] * (at[2] + at[1] / 2))
 
@@ -168,15 +182,15 @@ class StepPrice:
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
         for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
             self._known[each] = estimate
-        for each in new:
-            if isinstance(each, StoredExperts):
-                self._known[each] = self._experts(each)
+        experts = [each for each in new if isinstance(each, StoredExperts)]
+        for layer, estimate in zip(experts, self._kernels.estimate([each.layer for each in experts]), strict=True):
+            self._known[layer] = self._stored(layer, estimate)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
             self._known[each] = estimate
 
-    def _experts(self, each: StoredExperts) -> Estimate:
-        plain = self._kernels.estimate([each.layer])[0]
+    def _stored(self, each: StoredExperts, plain: Estimate) -> Estimate:
+        """``plain``, the estimate of the layer in the type that it multiplies, with weights in fewer bits."""
         bits = WEIGHT_BITS[each.stored]
         if bits > 5:
             return plain
@@ -185,7 +199,13 @@ class StepPrice:
         compute = sum(part.flops for part in each.layer.products) / 6e14
         seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
         ratio = seconds / plain.seconds
-        return replace(plain, seconds=seconds, lower=min(plain.lower * ratio, seconds), upper=max(plain.upper * ratio, seconds), source="analytic")
+        return replace(
+            plain,
+            seconds=seconds,
+            lower=min(plain.lower * ratio, seconds),
+            upper=max(plain.upper * ratio, seconds),
+            source="analytic",
+        )
 
 
 class _ExactPrice(StepPrice):
@@ -193,6 +213,16 @@ class _ExactPrice(StepPrice):
 
     def __init__(self, price: StepPrice) -> None:
         self.__dict__.update(price.__dict__)
+
+    def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
+        """Price the kernels of all ``steps`` at once."""
+        work: list[Work] = []
+        for sequences, context, prompts in steps:
+            rows = sequences * self._verified + sum(each.queries for each in prompts)
+            work += self.work.rows(rows, min(rows, 256))
+            work += self.work.decoding(sequences, context, self._verified)
+            work += (part for each in prompts for part in self.work.prompts(1, each.queries, each.prior))
+        self._learn([each.operator for each in work])
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         if graph and rows <= self.engine.graph_sequences:
@@ -221,12 +251,13 @@ def table_error(
     """Error over drawn steps of 1 to ``sequences`` sequences with ``contexts``, every third one beside a part of a
     ``prompt``.
     """
-    exact, drawn = _ExactPrice(price), np.random.default_rng(5)
-    found = []
+    exact, drawn, asked = _ExactPrice(price), np.random.default_rng(5), []
     for each in range(steps):
-        asked = int(drawn.integers(1, sequences + 1)), float(drawn.integers(contexts[0], contexts[1] + 1))
-        prompts = [Prompt(int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)))] if each % 3 == 2 else []
-        found.append(abs(price.step_seconds(*asked, prompts) / exact.step_seconds(*asked, prompts) - 1))
+        step = int(drawn.integers(1, sequences + 1)), int(drawn.integers(contexts[0], contexts[1] + 1))
+        tokens = int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)) if each % 3 == 2 else 0
+        asked.append((*step, [Prompt(tokens)] if tokens else []))
+    exact.prepare(asked)
+    found = [abs(price.step_seconds(*each) / exact.step_seconds(*each) - 1) for each in asked]
     return TableError(float(np.median(found)), max(found), steps)
 
 

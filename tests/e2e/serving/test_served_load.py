@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 
 import e2e
 from e2e.serving.serving_answer import ServingAnswer, serve
+from e2e.serving.serving_report import serving_page, users_curve
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.serving_result import ServingResult, serving_result
+from e2e.serving.serving_timeline import write_serving_timeline
 
 BASE: dict[str, Any] = {
     "model": "llama-3.1-8b", "gpu": "h100-sxm", "input_length": 512, "output_length": 64, "concurrency": 8,
@@ -179,3 +183,40 @@ def test_python_and_json_have_the_same_record():
     assert text["ttft_seconds"]["p90"] == result.ttft_seconds.p90 and text["fits"] is True
     assert text["request"]["concurrency"] == 8 and list(result.tpot_interval_seconds) == text["tpot_interval_seconds"]
     assert {"goodput", "bound", "bound_shares", "overloaded", "coverage", "notes", "cache", "memory"} <= set(text)
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def test_timeline(tmp_path):
+    path = tmp_path / "serve.json.gz"
+    write_serving_timeline(answer(), path)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    tracks = {each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert {"vLLM", "GPU", "host between steps", "requests", "request 0"} <= tracks
+    gpu = [each for each in events if each["ph"] == "X" and (each["pid"], each["tid"]) == (1, 1)]
+    ends = [each["ts"] + each["dur"] for each in gpu]
+    assert len(gpu) > 64 and all(end <= each["ts"] + 1e-3 for end, each in zip(ends, gpu[1:], strict=False))
+
+
+def test_page(tmp_path):
+    path = tmp_path / "serve.html"
+    found = answer(model="llama-3.2-1b", concurrency=2, requests=4)
+    curve = users_curve(found)
+    assert [users for users, _ in curve] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each.tokens_per_second_per_user for _, each in curve] == sorted(
+        (each.tokens_per_second_per_user for _, each in curve), reverse=True
+    )
+    path.write_text(serving_page(serving_result(found), curve))
+    page = path.read_text()
+    assert "tokens/s per user" in page and page.count("<svg") == 2
+
+
+def test_the_loop_of_the_page_is_the_scheduler():
+    page = Path(__file__).parents[3] / "docs" / "serving.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 48
+    said: dict[str, Any] = {}
+    exec(code.replace("print(", "result = ("), said)
+    found = answer(input_length=1024, output_length=64, concurrency=16, requests=160)
+    assert said["result"] == pytest.approx((found.ttft_seconds.mean(), found.tpot_seconds.mean()), rel=0.02)
