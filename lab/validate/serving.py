@@ -173,12 +173,11 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
     _TABLES[key] = answer.price
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
-    first = float((answer.run.first - answer.run.sent).mean())
     values = {
         "ttft": ttft,
         "tpot": tpot,
         "throughput": (row.request.concurrency or 1) * outputs / (ttft + (outputs - 1) * tpot),
-        "prompt": first,
+        "prompt": float((answer.run.first - answer.run.sent).max()),
         "token": tpot,
         "batch": float(answer.run.last.max()),
     }
