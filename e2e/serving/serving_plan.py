@@ -9,28 +9,27 @@ one copy holds the targets.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
-from costmodel.base.errors import InputError, MachineError
+from costmodel.base.errors import InputError, MachineError, ShortageError
+from costmodel.base.process import usable_cores
 from costmodel.base.units import whole_number
 from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.cluster import load_cluster, load_gpu
-from e2e.serving.cache_room import cache_room
+from e2e.serving.cache_room import CacheRoom, cache_room
+from e2e.serving.deployment import Deployment
 from e2e.serving.replicas import serve_workload
 from e2e.serving.schedule import Scheduler, ServedRun
 from e2e.serving.served_model import Experts, LatentAttention, ServedModel
 from e2e.serving.serving_answer import ServingAnswer, deployment_of, longest_request, model_of, workload_of
-from e2e.serving.serving_request import GPU_PANEL, LOAD_PANEL, MODEL_PANEL, ServingRequest, seconds_of
+from e2e.serving.serving_request import PlanRequest, ServingRequest
 from e2e.serving.serving_result import PROBABILITY, latency_intervals
 from e2e.serving.step_price import StepPrice
 from e2e.sources.gpu_prices import GpuPrices, read_prices
-from e2e.step.option_fields import Options, option
+from e2e.sweeps.worker_process import tie_worker
 from e2e.sweeps.workers import each_in_processes
 
 # Requests of a closed loop, per user and at least; of arrivals at a rate.
@@ -38,62 +37,6 @@ _PER_USER, _LEAST, _ARRIVALS = 10, 32, 600
 # A larger limit of sequences is tried as long as throughput grows by this factor.
 _GAIN = 1.03
 _HALF_WIDTH = NormalDist().inv_cdf(0.5 + PROBABILITY / 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest(Options):
-    """A model, a load, latency targets, and what there is to choose among."""
-
-    model: str | None = option("Language model, as for `serve`.", default=None, panel=MODEL_PANEL)
-    model_config: Path | None = option(
-        "config.json of a model on the Hugging Face hub.", default=None, panel=MODEL_PANEL
-    )
-    precision: str = option(
-        "Number types, as for `serve`; default: as stored, and weights and cache in FP8 on GPUs that multiply it.",
-        default="", panel=MODEL_PANEL,
-    )  # fmt: skip
-    gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", panel=GPU_PANEL)
-    gpus: str = option("Numbers of GPUs that one copy may have.", default="1,2,4,8", panel=GPU_PANEL)
-    engine: str = option("Engines to choose among, such as vllm,sglang,trtllm.", default="vllm", panel=GPU_PANEL)
-    price: str | None = option(
-        "Dollars per GPU and hour, or a YAML file with a price of each GPU; default: the fewest GPUs are the cheapest.",
-        default=None, panel=GPU_PANEL,
-    )  # fmt: skip
-    input_length: int = option("Tokens of the longest prompt.", default=1024, least=1, panel=LOAD_PANEL)
-    output_length: int = option("Tokens of the longest output.", default=256, least=1, panel=LOAD_PANEL)
-    shortest_length: float = option(
-        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
-    )
-    concurrency: int | None = option("Users that wait for their answers.", default=None, least=1, panel=LOAD_PANEL)
-    rate: float | None = option("Requests per second, in place of --concurrency.", default=None, panel=LOAD_PANEL)
-    ttft: float | None = option(
-        "Target for the mean time to the first token, such as 500ms.", default=None,
-        read=lambda value: seconds_of("ttft", value), panel=LOAD_PANEL,
-    )  # fmt: skip
-    tpot: float | None = option(
-        "Target for the mean time per output token, such as 40ms.", default=None,
-        read=lambda value: seconds_of("tpot", value), panel=LOAD_PANEL,
-    )  # fmt: skip
-    probability: float = option(
-        "How sure it must be that a target is held, from the intervals of the predictions.",
-        default=0.9,
-        panel=LOAD_PANEL,
-    )
-    workers: int | None = option("Processes; default: the cores of this process.", default=None, least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.concurrency is None) == (self.rate is None):
-            raise InputError("give --concurrency USERS or --rate REQUESTS_PER_SECOND, one of them")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise InputError(f"--rate {self.rate}: must be above zero")
-        if not 0.5 <= self.probability < 1:
-            raise InputError(f"--probability {self.probability}: must be from 0.5 to below 1, such as 0.9")
-
-    def served(self, **changes: Any) -> ServingRequest:
-        """A request of ``serve`` with the model and the load."""
-        same = ("model", "model_config", "input_length", "output_length", "shortest_length")
-        return ServingRequest(**{name: getattr(self, name) for name in same} | changes)
 
 
 @dataclass(frozen=True)
@@ -114,6 +57,8 @@ class PlanRow:
     output_tokens_per_second_per_gpu: float
     tokens_per_second_per_user: float
     requests_per_second: float
+    # Requests that arrive at a copy per second; None: all users wait for answers.
+    rate: float | None = None
     # For the asked load, if the targets are held: copies, GPUs of all, and their price per hour if it is known.
     copies: int | None = None
     total_gpus: int | None = None
@@ -142,9 +87,14 @@ class ServingPlan:
 
     @property
     def frontier(self) -> list[PlanRow]:
-        """Settings that none surpasses both in throughput per GPU and for one user, the fastest for a user first."""
+        """Settings, with all users busy, that none surpasses both in throughput per GPU and for one user; the fastest
+        for a user first.
+        """
         found: list[PlanRow] = []
-        for each in sorted(self.rows, key=lambda row: (-row.tokens_per_second_per_user, -_throughput(row))):
+        for each in sorted(
+            (each for each in self.rows if each.rate is None),
+            key=lambda row: (-row.tokens_per_second_per_user, -_throughput(row)),
+        ):
             if not found or _throughput(each) > _throughput(found[-1]):
                 found.append(each)
         return found
@@ -163,12 +113,12 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
     """Price all settings; Ctrl-C keeps those that are done. Raises ``InputError`` for options that cannot be."""
     prices = None if request.price is None else read_prices(request.price)
     tasks = dict(enumerate(_tasks(request, prices)))
-    workers = request.workers or len(os.sched_getaffinity(0))
+    workers = request.workers or usable_cores()
     plan = ServingPlan(request)
     if workers == 1 or len(tasks) < 4:
         found: Iterator[tuple[int, list[PlanRow] | str]] = ((place, _rows(task)) for place, task in tasks.items())
     else:
-        found = each_in_processes(_rows, tasks, workers)
+        found = each_in_processes(_rows, tasks, workers, tie_worker)
     try:
         for done, (place, rows) in enumerate(found, 1):
             if isinstance(rows, str):
@@ -179,6 +129,8 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
             progress(done, len(tasks), f"{asked.gpus} x {asked.gpu}, {asked.engine}, {asked.parallel}")
     except KeyboardInterrupt:
         plan.stopped = True
+    if not plan.rows and not plan.stopped and plan.refused:
+        raise ShortageError(f"no deployment is possible, such as {plan.refused[0]}")
     plan.rows.sort(key=lambda row: (row.cost, -row.probability, -_throughput(row)))
     return plan
 
@@ -236,9 +188,7 @@ def _rows(task: _Task) -> list[PlanRow] | str:
         return str(error)
     if room.tokens < longest:
         return room.shortage(deployment, longest)
-    copy = _Copy(
-        request, asked, ServingAnswer(asked, deployment, *_NOTHING, StepPrice(deployment), room, ServedRun.of(0))
-    )
+    copy = _Copy(request, asked, deployment, StepPrice(deployment), room)
     rows: list[PlanRow] = []
     for users in (1 << place for place in range(14)):
         if rows and (users > deployment.engine.sequences or users * longest > room.tokens):
@@ -249,16 +199,15 @@ def _rows(task: _Task) -> list[PlanRow] | str:
     return [_priced(each, price) for each in copy.with_copies(rows)]
 
 
-_NOTHING: tuple[Any] = (None,)
-
-
 @dataclass(frozen=True)
 class _Copy:
     """One copy of the model, under different loads."""
 
     request: PlanRequest
     asked: ServingRequest
-    answer: ServingAnswer
+    deployment: Deployment
+    price: StepPrice
+    room: CacheRoom
 
     def closed(self, users: int) -> PlanRow:
         """What ``users`` get."""
@@ -270,15 +219,17 @@ class _Copy:
 
     def _row(self, asked: ServingRequest, users: int) -> PlanRow:
         load, run = workload_of(asked), ServedRun.of(int(asked.requests or 0))  # type: ignore[arg-type]
-        serve_workload(load, [Scheduler(self.answer.price, self.answer.room.tokens, run)])
-        answer = replace(self.answer, request=asked, workload=load, run=run)
+        price = self.price.with_engine(replace(self.price.engine, sequences=users))
+        serve_workload(load, [Scheduler(price, self.room.tokens, run)])
+        answer = ServingAnswer(asked, self.deployment, load, price, self.room, run)
         ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
         highest = [high for _, high in latency_intervals(answer)]
         seconds = float(run.last.max())
         return PlanRow(
             asked.gpu, asked.gpus, asked.engine, asked.parallel, asked.precision, users, ttft, tpot,
             min(_held(ttft, highest[0], self.request.ttft), _held(tpot, highest[1], self.request.tpot)),
-            float(load.outputs.sum()) / seconds / asked.gpus, 1 / tpot if tpot else math.inf, load.count / seconds,
+            float(load.outputs.sum()) / seconds / asked.gpus, 1 / tpot if tpot else 0.0, load.count / seconds,
+            asked.rate,
         )  # fmt: skip
 
     def with_copies(self, rows: Sequence[PlanRow]) -> list[PlanRow]:

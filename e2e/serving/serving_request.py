@@ -62,8 +62,8 @@ def _number(name: str, value: float, least: float, most: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingRequest(Options):
-    """A language model on GPUs, and the requests that it serves; by the names of the command line."""
+class ServedLoad(Options):
+    """A language model, the requests that it serves, and latency targets."""
 
     model: str | None = option(
         "Language model: llama-3.1-8b, qwen3-235b, deepseek-r1 ... or its name on the Hugging Face hub.",
@@ -76,6 +76,49 @@ class ServingRequest(Options):
         "Number types, such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8; default: as the model is stored.",
         default="", panel=MODEL_PANEL,
     )  # fmt: skip
+    input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
+    output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
+    shortest_length: float = option(
+        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
+    )
+    concurrency: int | None = option(
+        "Users that each send a request after the answer to the one before; default: 1.", default=None, panel=LOAD_PANEL
+    )
+    rate: float | None = option(
+        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
+    )
+    ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms.")
+    tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.model_config is None):
+            raise InputError("give --model NAME or --model-config FILE, one of them")
+        for name in ("input_length", "output_length"):
+            _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
+        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
+        if self.concurrency is not None:
+            _count("concurrency", self.concurrency, MOST_REQUESTS)
+        if self.rate is not None:
+            _number("rate", self.rate, 1e-6, FASTEST_RATE)
+            if self.concurrency is not None:
+                raise InputError(
+                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Options that differ from their defaults, as JSON has them."""
+        own = options_of(type(self))
+        return {
+            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
+            for name, value in self.given_values().items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRequest(ServedLoad):
+    """A language model on GPUs, and the requests that it serves; by the names of the command line."""
+
     routing: str = option(
         "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
     )
@@ -104,17 +147,6 @@ class ServingRequest(Options):
         "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... where they differ.",
         default="", panel=GPU_PANEL,
     )  # fmt: skip
-    input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
-    output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
-    shortest_length: float = option(
-        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
-    )
-    concurrency: int | None = option(
-        "Users that each send a request after the answer to the one before; default: 1.", default=None, panel=LOAD_PANEL
-    )
-    rate: float | None = option(
-        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
-    )
     requests: int | Path | None = option(
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
         "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
@@ -125,18 +157,10 @@ class ServingRequest(Options):
     prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
     prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
     duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
-    ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms: adds goodput.")
-    tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms: adds goodput.")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.model is None) == (self.model_config is None):
-            raise InputError("give --model NAME or --model-config FILE, one of them")
         if not self.gpu:
             raise InputError("give --gpu NAME; `python -m costmodel machines` lists all")
-        for name in ("input_length", "output_length"):
-            _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
-        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
         _number("prefix-share", self.prefix_share, 0.0, 1.0)
         if self.router not in ROUTERS:
             raise InputError(f"--router {self.router}: choose one of {', '.join(ROUTERS)}")
@@ -144,14 +168,6 @@ class ServingRequest(Options):
             raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
         if self.trace is not None and self.prefix_length:
             raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
-        if self.concurrency is not None:
-            _count("concurrency", self.concurrency, MOST_REQUESTS)
-        if self.rate is not None:
-            _number("rate", self.rate, 1e-6, FASTEST_RATE)
-            if self.concurrency is not None:
-                raise InputError(
-                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
-                )
         if self.requests is not None and self.duration is not None:
             raise InputError("--requests and --duration: each says when the run ends; give one")
         if self.trace is not None and self.rate is not None:
@@ -164,10 +180,34 @@ class ServingRequest(Options):
         """The file of requests, if one was given."""
         return self.requests if isinstance(self.requests, Path) else None
 
-    def to_json(self) -> dict[str, Any]:
-        """Options that differ from their defaults, as JSON has them."""
-        own = options_of(type(self))
-        return {
-            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
-            for name, value in self.given_values().items()
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ServedLoad):
+    """A model, its load and latency targets, and what there is to choose among; options of ``e2e plan serve``."""
+
+    gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", default="", panel=GPU_PANEL)
+    gpus: str = option("Numbers of GPUs that one copy may have.", default="1,2,4,8", panel=GPU_PANEL)
+    engine: str = option(
+        "Engines to choose among, such as vllm,sglang,trtllm=1.1.", default="vllm", panel=ENGINE_PANEL
+    )
+    price: str | None = option(
+        "Dollars per GPU and hour, or a YAML file with those of each GPU; default: the fewest GPUs are the cheapest.",
+        default=None, panel=GPU_PANEL,
+    )  # fmt: skip
+    probability: float = option(
+        "How sure it must be that the means hold the targets: from the intervals.", default=0.9, panel=LOAD_PANEL
+    )
+    workers: int | None = option("Processes; default: the cores of this process.", default=None, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gpus_of:
+            raise InputError("give --gpus-of NAMES, such as h100-sxm,l40s; `python -m costmodel machines` lists all")
+        if self.concurrency is None and self.rate is None:
+            raise InputError("give --concurrency USERS or --rate REQUESTS_PER_SECOND")
+        _number("probability", self.probability, 0.5, 0.999)
+
+    def served(self, **changes: Any) -> ServingRequest:
+        """A request of ``serve`` with the same model and lengths."""
+        same = ("model", "model_config", "input_length", "output_length", "shortest_length")
+        return ServingRequest(**{name: getattr(self, name) for name in same} | changes)

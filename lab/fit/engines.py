@@ -27,6 +27,7 @@ from lab.validate.serving import MeasuredServing, predicted, read_silicon
 
 STEPS = tuple(each * 1e-4 for each in (0, 2, 4, 6, 8, 10, 12, 15, 20, 25, 30))
 SEQUENCES = tuple(each * 1e-6 for each in (0, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60))
+SERVERS = tuple(each * 5e-3 for each in range(61))
 _MORE_STEP, _MORE_SEQUENCE = 1e-3, 20e-6
 # Share of the errors between the ends of a band.
 _HELD = 0.8
@@ -94,10 +95,9 @@ def fitted(lines: Sequence[RowLine]) -> HostTimes:
         return float((weights * found).sum())
 
     step, sequence = min(((a, b) for a in STEPS for b in SEQUENCES), key=lambda each: loss(*each))
-    excess = np.array([each.row.measured["ttft"] - each.first for each in lines])
-    order = np.argsort(excess)
-    half = np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())
-    return HostTimes(step, sequence, float(max(excess[order][half], 0.0)))
+    first, seen = (np.array(each) for each in zip(*((line.first, line.row.measured["ttft"]) for line in lines)))
+    server = min(SERVERS, key=lambda each: float((weights * np.abs(np.log((first + each) / seen))).sum()))
+    return HostTimes(step, sequence, server)
 
 
 def _weights(lines: Sequence[RowLine]) -> np.ndarray:

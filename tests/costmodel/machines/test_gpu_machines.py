@@ -17,7 +17,7 @@ from costmodel.machines.machine_file import (
 
 V100 = ("v100-pcie-32gb", "v100-sxm2-16gb", "v100-sxm2-32gb")
 A100 = ("a100-pcie-40gb", "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb")
-HOPPER = ("h100-pcie", "h100-sxm", "h100-sxm-96gb", "h200-sxm", "h20")
+HOPPER = ("h100-pcie", "h100-sxm", "h100-sxm-96gb", "h200-sxm", "h20", "gh200", "gh200-144gb")
 BLACKWELL = ("b200-sxm", "b200-sxm-simumax", "b300-sxm", "gb200", "gb300", "rtx-pro-6000", "rtx-pro-6000-max-q")
 GEFORCE = ("rtx-2080-ti", "rtx-3090", "rtx-4090", "rtx-5090")
 GA102 = ("a10", "a40", "a6000")
