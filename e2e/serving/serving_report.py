@@ -79,7 +79,7 @@ def _latency(spread: Spread, interval: tuple[float, float] | None = None) -> str
 
 
 def _time(seconds: float) -> str:
-    return format_quantity(seconds, "s", 3)
+    return f"{seconds:,.0f} s" if seconds >= 1000 else format_quantity(seconds, "s", 3)
 
 
 def _shares(shares: Mapping[str, float]) -> str:
