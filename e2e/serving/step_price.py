@@ -172,10 +172,13 @@ class StepPrice:
         return dict(found)
 
     def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
-        """Each of ``work`` with the estimate of its operator."""
+        """Each of ``work`` with the estimate of its operator, at the clock that all of it together allows."""
         listed = list(work)
         self._learn([each.operator for each in listed])
-        return [(each, self._known[each.operator]) for each in listed]
+        kernels = [each for each in listed if not isinstance(each.operator, CollectiveTransfer)]
+        settled = self._kernels.settle([self._known[each.operator] for each in kernels], [each.count for each in kernels])
+        clocked = dict(zip(kernels, settled, strict=True))
+        return [(each, clocked.get(each, self._known[each.operator])) for each in listed]
 
     def _learn(self, operators: Sequence[object]) -> None:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
