@@ -100,9 +100,9 @@ def read_parallel(text: str, gpus: int) -> ServingParallel:
     found = ServingParallel(
         numbers.get("tp", max(gpus // pp, 1)), pp, numbers.get("ep", 1), numbers.get("dp-attention", 1)
     )
-    for key, value in (("ep", found.ep), ("dp-attention", found.attention_dp)):
-        if found.tp % value:
-            raise InputError(f"--parallel {key}={value}: must divide tp={found.tp}")
+    for key, ranks in (("ep", found.ep), ("dp-attention", found.attention_dp)):
+        if found.tp % ranks:
+            raise InputError(f"--parallel {key}={ranks}: must divide tp={found.tp}")
     if gpus % found.gpus:
         raise InputError(f"--parallel {text}: needs {found.gpus} GPUs a copy, which do not divide --gpus {gpus}")
     return found
@@ -141,7 +141,7 @@ def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
             ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size))
         else:
             ways.append(parallel)
-    return Disaggregation(*counts, *ways)
+    return Disaggregation(counts[0], counts[1], ways[0], ways[1])
 
 
 def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
@@ -165,7 +165,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    routing: ExpertRouting
+    routing: ExpertRouting | None
     speculation: Speculation | None = None
 
     @property
