@@ -165,6 +165,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
+    # ``None``: every token draws its experts, all equally likely.
     routing: ExpertRouting | None
     speculation: Speculation | None = None
 

@@ -30,11 +30,11 @@ MOST_LOGGED = 2000
 
 
 class LoggedStep(NamedTuple):
-    """``count`` equal steps of ``seconds`` from ``start`` on: ``sequences`` after ``context`` tokens, and ``prompts``."""
+    """``repeats`` equal steps of ``seconds`` from ``start`` on: ``sequences`` after ``context`` tokens, and ``prompts``."""
 
     start: float
     seconds: float
-    count: int
+    repeats: int
     sequences: int
     context: float
     prompts: tuple[Prompt, ...]

@@ -122,7 +122,6 @@ def deployment_of(request: ServingRequest) -> Deployment:
     parallel = read_parallel(request.parallel, request.gpus)
     if request.disaggregate:
         parallel = read_disaggregation(request.disaggregate, parallel).decode_parallel
-    assert request.gpu is not None
     cluster = load_cluster(request.gpu, parallel.gpus)
     cluster.machine.chip()  # no CPU
     deployment = Deployment(

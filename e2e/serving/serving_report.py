@@ -79,7 +79,7 @@ def _latency(spread: Spread, interval: tuple[float, float] | None = None) -> str
 
 
 def _time(seconds: float) -> str:
-    return format_quantity(seconds, "s", 3)
+    return f"{seconds:,.0f} s" if seconds >= 1000 else format_quantity(seconds, "s", 3)
 
 
 def _shares(shares: Mapping[str, float]) -> str:
@@ -108,11 +108,13 @@ def users_curve(answer: ServingAnswer) -> list[tuple[int, ServingResult]]:
     """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
     request, found = answer.request, []
     inputs, outputs = (round(float(each.mean())) for each in (answer.workload.inputs, answer.workload.outputs))
-    lengths = {"input_length": inputs, "output_length": outputs, "shortest_length": 1.0} if request.trace else {}
+    alike = replace(request, rate=None, duration=None, requests=None)
+    if request.trace:
+        alike = replace(alike, input_length=inputs, output_length=outputs, shortest_length=1.0)
     most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
     users = 1
     while users <= most:
-        asked = replace(request, rate=None, duration=None, concurrency=users, requests=4 * users, **lengths)
+        asked = replace(alike, concurrency=users, requests=4 * users)
         found.append((users, serving_result(serve(asked, answer.price))))
         if users > answer.deployment.engine.sequences or users * (inputs + outputs) > 2 * answer.room.tokens:
             break

@@ -122,8 +122,8 @@ class ServingRequest(ServedLoad):
     routing: str = option(
         "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
     )
-    gpu: str | None = option(
-        "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default=None, panel=GPU_PANEL
+    gpu: str = option(
+        "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default="", panel=GPU_PANEL
     )
     gpus: int = option("Number of GPUs of one copy of the model.", default=1, least=1, panel=GPU_PANEL)
     parallel: str = option(

@@ -21,8 +21,6 @@ from e2e.serving.workload import weighted_quantiles
 
 # Share of measured runs that an interval is meant to hold.
 PROBABILITY = 0.8
-# Factors by which means of whole runs differ from the steps' kernels, of an engine whose version has none.
-_BAND_TPOT, _BAND_TTFT = 1.25, 1.5
 # A cache that is this full on average, while requests wait, is what limits.
 _FULL = 0.85
 # The wait for the first token grows by this factor from the second to the last third of an overloaded run.
@@ -200,8 +198,8 @@ def decode_figures(answer: ServingAnswer) -> StepFigures:
     load, run = answer.workload, answer.run
     weights = np.maximum(run.last - run.first, 1e-12)
     context = round(float(np.average(load.inputs + load.outputs / 2, weights=weights)))
-    steps = max(run.steps, 1)
-    sequences = max(round(min(float((load.outputs - 1).sum()) / steps, answer.deployment.engine.sequences)), 1)
+    tokens = float((load.outputs - 1).sum()) / answer.price.tokens_per_step / max(run.steps, 1)
+    sequences = max(round(min(tokens, answer.deployment.engine.sequences)), 1)
     return _figures(answer, sequences, context, 0)
 
 
@@ -275,20 +273,15 @@ def _factors(found: Iterable[tuple[Work, Estimate]], device: float) -> tuple[flo
     return 1 - math.hypot(*below.values()) / device, 1 + math.hypot(*above.values()) / device
 
 
-def _bands(answer: ServingAnswer) -> tuple[float, float]:
-    """Factors of TPOT and TTFT between whole runs and their kernels, of the engine's version."""
-    engine = answer.deployment.engine
-    return getattr(engine, "band_tpot", _BAND_TPOT), getattr(engine, "band_ttft", _BAND_TTFT)
-
-
 def latency_intervals(
     answer: ServingAnswer, decode: StepFigures | None = None, prefill: StepFigures | None = None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Where the mean time to the first token, and that per output token, lie with :data:`PROBABILITY`."""
-    band_tpot, band_ttft = _bands(answer)
-    several = answer.tpot_seconds[answer.workload.outputs > 1]
-    per_token = _interval(float(several.mean()) if several.size else 0.0, decode or decode_figures(answer), band_tpot)
-    return _interval(float(answer.ttft_seconds.mean()), prefill or prefill_figures(answer), band_ttft), per_token
+    engine, outputs = answer.deployment.engine, answer.workload.outputs
+    several = answer.tpot_seconds[outputs > 1]
+    mean = float(several.mean()) if several.size else 0.0
+    per_token = _interval(mean, decode or decode_figures(answer), engine.band_tpot)
+    return _interval(float(answer.ttft_seconds.mean()), prefill or prefill_figures(answer), engine.band_ttft), per_token
 
 
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:
@@ -320,9 +313,7 @@ def _limits(decode: StepFigures, prefill: StepFigures, decoding: float, prompts:
 def _occupancy(answer: ServingAnswer) -> tuple[float, float]:
     """Shares of the cache in use: on average, and at most."""
     run, room = answer.run, max(answer.room.tokens, 1)
-    held = (answer.workload.inputs + answer.workload.outputs / 2) * (run.last - run.first)
-    span = max(float(run.last.max() - run.sent.min()), 1e-12)
-    used = getattr(run, "cached_seconds", 0.0) / max(run.busy, 1e-12) or float(held.sum()) / span
+    used = run.cached_seconds / max(run.busy, 1e-12)
     return min(used / room, 1.0), min(max(run.most_cached, used) / room, 1.0)
 
 

@@ -151,7 +151,7 @@ class StepPrice:
         count = len(prompts)
         queries = max(sum(each.queries for each in prompts) // count, 1)
         prior = sum(each.prior for each in prompts) // count
-        at = (_SEQUENCES[bisect.bisect_left(_SEQUENCES, count)], _near(queries), _near(prior) if prior else 0)
+        at = (_SEQUENCES[min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)], _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
             near = {at[1], *(_near(round(at[1] * 2 ** (step / 8))) for step in range(-4, 5) if not at[2])}
             most = max(self.engine.token_budget, at[0] * at[1])
@@ -172,10 +172,13 @@ class StepPrice:
         return dict(found)
 
     def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
-        """Each of ``work`` with the estimate of its operator."""
+        """Each of ``work`` with the estimate of its operator, at the clock that all of it together allows."""
         listed = list(work)
         self._learn([each.operator for each in listed])
-        return [(each, self._known[each.operator]) for each in listed]
+        kernels = [each for each in listed if not isinstance(each.operator, CollectiveTransfer)]
+        settled = self._kernels.settle([self._known[each.operator] for each in kernels], [each.count for each in kernels])
+        clocked = dict(zip(kernels, settled, strict=True))
+        return [(each, clocked.get(each, self._known[each.operator])) for each in listed]
 
     def _learn(self, operators: Sequence[object]) -> None:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
