@@ -141,7 +141,7 @@ def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
             ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size))
         else:
             ways.append(parallel)
-    return Disaggregation(*counts, *ways)
+    return Disaggregation(counts[0], counts[1], ways[0], ways[1])
 
 
 def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:

@@ -88,13 +88,13 @@ def serve(request: ServingRequest, tables: StepPrice | None = None) -> ServingAn
         split = read_disaggregation(request.disaggregate, read_parallel(request.parallel, request.gpus))
         prompts = replace(
             deployment, parallel=split.prefill_parallel, speculation=None,
-            cluster=load_cluster(request.gpu, split.prefill_parallel.gpus),
+            cluster=load_cluster(str(request.gpu), split.prefill_parallel.gpus),
         )  # fmt: skip
         prompts.check()
         prompt_room = cache_room(prompts)
         if prompt_room.tokens < longest:
             raise ShortageError(prompt_room.shortage(prompts, longest))
-        transfer = cache_transfer(prompts, deployment, request.gpu, split.gpus)
+        transfer = cache_transfer(prompts, deployment, str(request.gpu), split.gpus)
         decoders = Decoders(copies(split.decode, price, room), transfer)
         serve_workload(workload, copies(split.prefill, StepPrice(prompts), prompt_room), decoders=decoders)
     else:
@@ -103,7 +103,7 @@ def serve(request: ServingRequest, tables: StepPrice | None = None) -> ServingAn
     return ServingAnswer(request, deployment, workload, price, room, run)
 
 
-def cache_transfer(sender: Deployment, receiver: Deployment, gpu: str | Path, gpus: int) -> Callable[[int], float]:
+def cache_transfer(sender: Deployment, receiver: Deployment, gpu: str, gpus: int) -> Callable[[int], float]:
     """Seconds to send the cache of so many tokens between two of ``gpus`` GPUs: within a node if that holds them all,
     else over the network. Ranks send at once, each what it holds or what its peer takes.
     """

@@ -226,7 +226,7 @@ class _Copy:
         highest = [high for _, high in latency_intervals(answer)]
         seconds = float(run.last.max())
         return PlanRow(
-            asked.gpu, asked.gpus, asked.engine, asked.parallel, asked.precision, users, ttft, tpot,
+            str(asked.gpu), asked.gpus, asked.engine, asked.parallel, asked.precision, users, ttft, tpot,
             min(_held(ttft, highest[0], self.request.ttft), _held(tpot, highest[1], self.request.tpot)),
             float(load.outputs.sum()) / seconds / asked.gpus, 1 / tpot if tpot else 0.0, load.count / seconds,
             asked.rate,

@@ -184,14 +184,12 @@ class StepPrice:
     def _learn(self, operators: Sequence[object]) -> None:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
-        for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
-            self._known[each] = estimate
+        self._known |= dict(zip(transfers, self._collectives.estimate(transfers), strict=True))
         experts = [each for each in new if isinstance(each, StoredExperts)]
         for layer, estimate in zip(experts, self._kernels.estimate([each.layer for each in experts]), strict=True):
             self._known[layer] = self._stored(layer, estimate)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
-        for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
-            self._known[each] = estimate
+        self._known |= dict(zip(kernels, self._kernels.estimate(kernels), strict=True))
 
     def _stored(self, each: StoredExperts, plain: Estimate) -> Estimate:
         """``plain``, the estimate of the layer in the type that it multiplies, with weights in fewer bits."""

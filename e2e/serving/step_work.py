@@ -30,7 +30,7 @@ _HALF = "bfloat16"
 class Work:
     """An operator that a step runs ``count`` times; ``part``: layer part for breakdowns."""
 
-    operator: AnyOperator
+    operator: AnyOperator | StoredExperts
     count: float
     part: str
 
