@@ -30,9 +30,7 @@ MOST_LOGGED = 2000
 
 
 class LoggedStep(NamedTuple):
-    """``repeats`` equal steps of ``seconds`` from ``start`` on: of ``sequences`` after ``context`` tokens, and
-    ``prompts``.
-    """
+    """``repeats`` equal steps of ``seconds`` from ``start`` on: ``sequences`` after ``context`` tokens, ``prompts``."""
 
     start: float
     seconds: float

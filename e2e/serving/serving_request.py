@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import MOST_COUNT, check_count, parse_quantity, whole_number
+from costmodel.base.units import check_count, parse_quantity, whole_number
 from e2e.step.option_fields import Options, option, options_of
 from e2e.step.options import parse_routing
 
 MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The engine", "The load"
-# Most requests of a run, which bounds its time and memory; most tokens of a prompt or an output; fastest arrivals.
-MOST_REQUESTS, MOST_TOKENS, FASTEST_RATE = 1_000_000, 10_000_000, 1e6
+# Most requests of a run, which bounds its time and memory.
+MOST_REQUESTS = 1_000_000
 
 # Routers of e2e.serving.replicas.
 ROUTERS = ("round-robin", "least-loaded", "prefix")
@@ -43,13 +43,9 @@ def _requests(value: int | str | Path) -> int | Path:
     number = whole_number(value) if isinstance(value, str) else value
     if number is None or isinstance(number, Path):
         return Path(value)  # type: ignore[arg-type]
-    return _count("requests", number, MOST_REQUESTS)
-
-
-def _count(name: str, number: int, most: int = MOST_COUNT) -> int:
-    check_count(name, number)
-    if number > most:
-        raise InputError(f"--{name} {number}: must be at most {most:,}")
+    check_count("requests", number)
+    if number > MOST_REQUESTS:
+        raise InputError(f"--requests {number}: must be at most {MOST_REQUESTS:,}")
     return number
 
 
@@ -76,14 +72,15 @@ class ServedLoad(Options):
         "Number types, such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8; default: as the model is stored.",
         default="", panel=MODEL_PANEL,
     )  # fmt: skip
-    input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
-    output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
+    input_length: int = option("Tokens of the longest prompt.", default=1024, least=1, panel=LOAD_PANEL)
+    output_length: int = option("Tokens of the longest output.", default=256, least=1, panel=LOAD_PANEL)
     shortest_length: float = option(
         "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
     )
     concurrency: int | None = option(
-        "Users that each send a request after the answer to the one before; default: 1.", default=None, panel=LOAD_PANEL
-    )
+        "Users that each send a request after the answer to the one before; default: 1.",
+        default=None, least=1, panel=LOAD_PANEL,
+    )  # fmt: skip
     rate: float | None = option(
         "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
     )
@@ -94,13 +91,9 @@ class ServedLoad(Options):
         super().__post_init__()
         if (self.model is None) == (self.model_config is None):
             raise InputError("give --model NAME or --model-config FILE, one of them")
-        for name in ("input_length", "output_length"):
-            _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
         _number("shortest-length", self.shortest_length, 1e-6, 1.0)
-        if self.concurrency is not None:
-            _count("concurrency", self.concurrency, MOST_REQUESTS)
         if self.rate is not None:
-            _number("rate", self.rate, 1e-6, FASTEST_RATE)
+            _number("rate", self.rate, 1e-6, 1e6)
             if self.concurrency is not None:
                 raise InputError(
                     "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
@@ -157,6 +150,7 @@ class ServingRequest(ServedLoad):
     prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
     prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
     duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.gpu:
@@ -187,9 +181,7 @@ class PlanRequest(ServedLoad):
 
     gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", default="", panel=GPU_PANEL)
     gpus: str = option("Numbers of GPUs that one copy may have.", default="1,2,4,8", panel=GPU_PANEL)
-    engine: str = option(
-        "Engines to choose among, such as vllm,sglang,trtllm=1.1.", default="vllm", panel=ENGINE_PANEL
-    )
+    engine: str = option("Engines to choose among, such as vllm,sglang,trtllm=1.1.", default="vllm", panel=ENGINE_PANEL)
     price: str | None = option(
         "Dollars per GPU and hour, or a YAML file with those of each GPU; default: the fewest GPUs are the cheapest.",
         default=None, panel=GPU_PANEL,

@@ -124,23 +124,24 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
     several = load.outputs > 1
     seconds = float(run.last.max() - run.sent.min()) + answer.deployment.engine.server
     decode, prefill = decode_figures(answer), prefill_figures(answer)
-    prefill_share, decode_share = _work_shares(answer, decode)
-    limits = _limits(decode, prefill, decode_share, prefill_share)
-    occupied, most = _occupancy(answer)
+    # Shares of the engine's time in the work of single tokens and of prompts.
+    decoding = min(run.steps * decode.seconds / max(run.busy, 1e-12), 1.0)
+    work = ((decode, decoding), (prefill, 1 - decoding))
+    limits, coverage = _limits(work), _coverage(work)
+    room = max(answer.room.tokens, 1)
+    occupied = min(run.cached_seconds / max(run.busy, 1e-12) / room, 1.0)
     overloaded = _overloaded(answer, ttft)
-    waits = overloaded or (load.arrivals is None and _decoding(answer) < 0.9 * load.concurrency)
-    bound = "cache" if occupied > _FULL and waits else max(limits, key=lambda name: limits[name])
+    running = float((run.last - run.first).sum()) / max(float(run.last.max() - run.first.min()), 1e-12)
+    waits = overloaded or (load.arrivals is None and running < 0.9 * load.concurrency)
+    bound = "cache" if occupied > _FULL and waits else next(iter(limits))
     tpot_spread = _spread(tpot[several] if several.any() else np.zeros(1))
     tokens = float(load.outputs.sum()) / seconds
     gpus, error = answer.gpus, answer.table_error()
     first, per_token = latency_intervals(answer, decode, prefill)
     faster, slower = ((first[end] + (load.outputs.mean() - 1) * per_token[end]) / whole.mean() for end in (0, 1))
     follows = load.arrivals is None or overloaded
-    met = _goodput(answer, ttft, tpot)
-    coverage: dict[str, float] = defaultdict(float)
-    for step, share in ((decode, decode_share), (prefill, prefill_share)):
-        for source, part in step.sources.items():
-            coverage[source] += part * share
+    met = float(((ttft <= (request.ttft or math.inf)) & (tpot <= (request.tpot or math.inf))).mean())
+    goodput = {"share": met, "requests_per_second": met * load.count / seconds}
     return ServingResult(
         request=request.to_json(),
         engine=answer.deployment.engine.title + (f" {answer.deployment.engine.version}".rstrip()),
@@ -159,17 +160,18 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
         requests_per_second=load.count / seconds,
         requests=load.count,
         seconds=seconds,
-        goodput=None if met is None else {"share": met, "requests_per_second": met * load.count / seconds},
+        goodput=None if request.ttft is None and request.tpot is None else goodput,
         bound=bound,
         bound_shares=limits,
         overloaded=overloaded,
         cache={
-            "tokens": answer.room.tokens, "used_share": occupied, "most_used_share": most, "preempted": run.preempted,
+            "tokens": answer.room.tokens, "used_share": occupied,
+            "most_used_share": min(max(run.most_cached / room, occupied), 1.0), "preempted": run.preempted,
         },
         memory=answer.room.memory(),
         decode_step=decode,
         prefill_step=prefill,
-        coverage=dict(coverage),
+        coverage=coverage,
         prefix_hit_rate=run.prefix_hits / run.prompt_tokens if load.prefixes is not None else None,
         step_table_error=(error.median, error.largest),
         notes=_notes(answer, coverage.get("analytic", 0.0), overloaded),
@@ -184,13 +186,6 @@ def _gaps(gaps: Sequence[float], weights: Sequence[float]) -> Spread:
     if not sum(weights):
         return Spread(0.0, 0.0, 0.0, 0.0)
     return Spread(float(np.average(gaps, weights=weights)), *weighted_quantiles(gaps, weights, (0.5, 0.9, 0.99)))
-
-
-def _decoding(answer: ServingAnswer) -> float:
-    """Mean number of sequences that decode at once, over the time in which any does."""
-    run = answer.run
-    span = float(run.last.max() - run.first.min())
-    return float((run.last - run.first).sum()) / span if span > 0 else 1.0
 
 
 def decode_figures(answer: ServingAnswer) -> StepFigures:
@@ -291,27 +286,21 @@ def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float
     )
 
 
-def _work_shares(answer: ServingAnswer, decode: StepFigures) -> tuple[float, float]:
-    """Shares of the engine's time in the work of prompts and of single tokens."""
-    busy = max(answer.run.busy, 1e-12)
-    decoding = min(answer.run.steps * decode.seconds / busy, 1.0)
-    return 1 - decoding, decoding
-
-
-def _limits(decode: StepFigures, prefill: StepFigures, decoding: float, prompts: float) -> dict[str, float]:
+def _limits(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
+    """Share of the time of each limit, the largest first."""
     sums: dict[str, float] = defaultdict(float)
-    for step, share in ((decode, decoding), (prefill, prompts)):
-        for name, seconds in step.limits.items():
+    for step, share in work:
+        for name, seconds in [*step.limits.items(), ("host", step.host_seconds)]:
             sums[name] += share * seconds / step.seconds
-        sums["host"] += share * step.host_seconds / step.seconds
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def _occupancy(answer: ServingAnswer) -> tuple[float, float]:
-    """Shares of the cache in use: on average, and at most."""
-    run, room = answer.run, max(answer.room.tokens, 1)
-    used = run.cached_seconds / max(run.busy, 1e-12)
-    return min(used / room, 1.0), min(max(run.most_cached, used) / room, 1.0)
+def _coverage(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for step, share in work:
+        for name, part in step.sources.items():
+            sums[name] += share * part
+    return dict(sums)
 
 
 def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
@@ -320,14 +309,6 @@ def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
         return False
     middle, last = (float(each.mean()) for each in np.array_split(ttft, 3)[1:])
     return last > _GROWS * middle and last > 3 * float(np.quantile(ttft, 0.02))
-
-
-def _goodput(answer: ServingAnswer, ttft: np.ndarray, tpot: np.ndarray) -> float | None:
-    request = answer.request
-    if request.ttft is None and request.tpot is None:
-        return None
-    met = (ttft <= (request.ttft or math.inf)) & (tpot <= (request.tpot or math.inf))
-    return float(met.mean())
 
 
 def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str]:
@@ -358,7 +339,6 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         )
     if overloaded:
         found.append("overloaded: more requests arrive than are served, so latencies grow with the length of the run")
-    most = max(answer.workload.concurrency, 0)
-    if most > engine.sequences:
+    if answer.workload.concurrency > engine.sequences:
         found.append(f"{engine.title} runs {engine.sequences} sequences at once; the others wait")
     return found

@@ -164,8 +164,8 @@ class StepPrice:
         count = len(prompts)
         queries = max(sum(each.queries for each in prompts) // count, 1)
         prior = sum(each.prior for each in prompts) // count
-        place = min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)
-        at = (_SEQUENCES[place], _near(queries), _near(prior) if prior else 0)
+        nearest = _SEQUENCES[min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)]
+        at = (nearest, _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
             near = {at[1], *(_near(round(at[1] * 2 ** (step / 8))) for step in range(-4, 5) if not at[2])}
             most = max(self.engine.token_budget, at[0] * at[1])

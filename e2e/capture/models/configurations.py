@@ -490,7 +490,8 @@ _NAMES: dict[str, Config] = {
     "smollm2-360m": _llama(960, 2560, 32, 15, 5, **_SMOL),
     "smollm2-1.7b": _llama(2048, 8192, 24, 32, 32, **_SMOL),
     "mistral-7b": {"model_type": "mistral", "max_position_embeddings": 32768, **_BF16},
-    **{f"mistral-7b{name}": _mistral(4096, 14336, 32, 32768, 32768) for name in ("-v0.3", "-instruct-v0.3")},
+    **{f"mistral-7b{kind}{version}": _mistral(4096, 14336, 32, vocabulary, 32768)
+       for kind in ("", "-instruct") for version, vocabulary in (("-v0.2", 32000), ("-v0.3", 32768))},
     "mistral-nemo": _mistral(5120, 14336, 40, 131072, 131072, head_dim=128),
     "mistral-small-24b": _mistral(5120, 32768, 40, 131072, 32768, head_dim=128),
     "mistral-large": _mistral(12288, 28672, 88, 32768, 131072, num_attention_heads=96),
