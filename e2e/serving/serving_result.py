@@ -206,16 +206,13 @@ def prefill_figures(answer: ServingAnswer) -> StepFigures:
 
 
 def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -> StepFigures:
-    price, work = answer.price, answer.price.work
+    price = answer.price
     prompts: list[Prompt] = []
     if tokens:
         each = max(int(min(answer.workload.inputs.mean(), tokens)), 1)
         prompts = [Prompt(each)] * max(tokens // each, 1)
         tokens = each * len(prompts)
-        listed = [*work.rows(tokens, len(prompts)), *work.prompts(len(prompts), each, 0)]
-    else:
-        listed = [*work.rows(sequences, sequences), *work.decoding(sequences, context)]
-    found = price.estimates(listed)
+    found = price.estimates(price.listed(sequences, context, prompts))
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
     machine = answer.deployment.cluster.machine
@@ -332,6 +329,13 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         found.append(
             f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION"
         )
+    if request.disaggregate:
+        # Copies that decode are the first.
+        split, spent = answer.split, answer.run.busy_seconds
+        span = float(answer.run.last.max())
+        decoding = sum(spent[: split.decode]) / split.decode / span
+        prompts = sum(spent[split.decode :]) / split.prefill / span
+        found.append(f"copies for prompts compute {prompts:.0%} of the time, those for decoding {decoding:.0%}")
     if deployment.model.expert_parameters and deployment.routing is None:
         found.append("tokens choose experts at random, all equally likely (--routing)")
     if request.concurrency is None and request.rate is None and request.trace is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,6 +98,19 @@ class StepPrice:
             found += (self._verified - 2) * self._draft.device_seconds(sequences, context) if sequences else 0.0
         return found
 
+    def listed(self, sequences: int, context: int, prompts: Sequence[Prompt] = ()) -> list[Work]:
+        """Work of the GPU in a step whose prompts are cut as they are, that of the draft model included."""
+        tokens = sequences * self._verified + sum(each.queries for each in prompts)
+        found = list(self.work.rows(tokens, min(tokens, 256)))
+        if sequences:
+            found += self.work.decoding(sequences, context, self._verified)
+        for each, count in Counter(prompts).items():
+            found += self.work.prompts(count, each.queries, each.prior)
+        if self._draft:
+            found += self._draft.listed(sequences, context, prompts)
+            found += (self._verified - 2) * self._draft.listed(sequences, context) if sequences else []
+        return found
+
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         """Seconds of everything but attention for ``rows`` tokens."""
         place = bisect.bisect_left(_ROWS, rows)
@@ -177,7 +190,8 @@ class StepPrice:
         listed = list(work)
         self._learn([each.operator for each in listed])
         kernels = [each for each in listed if not isinstance(each.operator, CollectiveTransfer)]
-        settled = self._kernels.settle([self._known[each.operator] for each in kernels], [each.count for each in kernels])
+        counts = [max(round(each.count), 1) for each in kernels]
+        settled = self._kernels.settle([self._known[each.operator] for each in kernels], counts)
         clocked = dict(zip(kernels, settled, strict=True))
         return [(each, clocked.get(each, self._known[each.operator])) for each in listed]
 
@@ -218,13 +232,7 @@ class _ExactPrice(StepPrice):
 
     def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
         """Price the kernels of all ``steps`` at once."""
-        work: list[Work] = []
-        for sequences, context, prompts in steps:
-            rows = sequences * self._verified + sum(each.queries for each in prompts)
-            work += self.work.rows(rows, min(rows, 256))
-            work += self.work.decoding(sequences, context, self._verified)
-            work += (part for each in prompts for part in self.work.prompts(1, each.queries, each.prior))
-        self._learn([each.operator for each in work])
+        self._learn([work.operator for each in steps for work in self.listed(*each)])
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         if graph and rows <= self.engine.graph_sequences:
