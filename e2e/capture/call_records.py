@@ -8,7 +8,7 @@ device-neutral one (``aten::native_batch_norm``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import Any
 
@@ -58,6 +58,14 @@ class Identities:
         self._made: list[int] = []
         self._count = 0
         self._watching = True
+        # True where tensors may have been made by calls that were left out.
+        self.adopting = False
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Note that the memory of ``tensor``, if it has no number yet, was allocated by a call that was left out."""
+        tensor = unwrapped(tensor)
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._storages:
+            self._made.append(self.storage(tensor))
 
     def tensor(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor."""
@@ -86,6 +94,10 @@ class Identities:
         found = tuple(storage for storage in self._freed if self._living[storage] == 0)
         self._freed.clear()
         return found
+
+    def free(self, storages: Iterable[int]) -> None:
+        """Return ``storages`` by the next call of :meth:`freed` once more."""
+        self._freed += storages
 
     def storage(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage, the same for all of its views."""

@@ -56,6 +56,10 @@ class CompiledRegions:
         if self._depth:
             self._of_node[node] = self._count
 
+    def forget(self, begin: int) -> None:
+        """Forget the calls from ``begin`` on."""
+        self.parts = {call: region for call, region in self.parts.items() if call < begin}
+
     def cut(self) -> dict[int, int]:
         """Return the parts since the last cut."""
         found, self.parts = self.parts, {}

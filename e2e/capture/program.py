@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.accumulated_passes import AccumulatedPasses
 from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
@@ -51,7 +52,7 @@ from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
 from e2e.capture.written_files import kept_files
-from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, RepeatedPass, shape_of, tensors
 from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
@@ -155,6 +156,9 @@ class StepFinder:
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
     passes: EvaluationPasses = field(init=False)
+    # Passes of accumulated gradients in the current step, and the pass that stands for equal ones of the last step.
+    accumulated: AccumulatedPasses = field(init=False)
+    repeated: RepeatedPass | None = None
     evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...], dict[int, int]]] = field(
         default_factory=dict
     )
@@ -162,6 +166,7 @@ class StepFinder:
 
     def __post_init__(self) -> None:
         self.passes = EvaluationPasses(self.recorder)
+        self.accumulated = AccumulatedPasses(self.recorder)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -177,8 +182,9 @@ class StepFinder:
             register_module_forward_pre_hook(self._called),
         )
         try:
-            with patch.object(torch.optim.Optimizer, "__init__", make), self.passes.watching():
-                yield
+            with patch.object(torch.optim.Optimizer, "__init__", make):
+                with self.passes.watching(), self.accumulated.watching():
+                    yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -200,7 +206,7 @@ class StepFinder:
         self._name(module)
         if self.root is None and next(module.parameters(), None) is not None:
             self.root, self.title = id(module), type(module).__name__
-        if not self.recorder.enabled:
+        if not (self.recorder.enabled or self.recorder.leaving_out):
             self.recorder.enabled = True
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
@@ -211,17 +217,22 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
+        whole = self.accumulated.is_whole()
+        self.repeated = self.accumulated.end_step()
         calls = self.step = self.recorder.cut()
         self._groups = self.passes.taken()
         for group in self._groups:
             run = calls[group.calls]
             parts = {call.id - run[0].id: region for call in run if (region := self.recorder.last_parts.get(call.id))}
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
-        self.digests.append(digest(calls))
+        more = "" if self.repeated is None else f"{self.repeated.more} more" if whole else f"cut {len(self.digests)}"
+        self.digests.append(f"{digest(calls)} {more}")
         self.backward.append(len(self.recorder.last_passes))
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
             self.passes.replaying = False  # the step that is taken must have run them
+        elif last >= MOST_STEPS and not whole:
+            self.accumulated.leaving_out = False  # as many passes as they are
         elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
             self._finish(calls, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS:
@@ -235,11 +246,14 @@ class StepFinder:
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
+        if self.repeated is not None:
+            told = f"{self.repeated.more:,} of its {self.accumulated.before:,} passes, which are alike, not run; {told}"
         self.finish(calls, f"step {number} of {self.title}, {len(calls):,} operators, {told}")
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
         if not self.digests and self.recorder.enabled:
+            self.repeated = self.accumulated.end_step()
             self.title, self.step = "the program", self.recorder.cut()
         if not self.step:
             raise ModelError(
@@ -250,7 +264,7 @@ class StepFinder:
 
 def digest(calls: Sequence[OperatorCall]) -> str:
     """Digest of the operators of a step on the GPU: names, shapes and types of their inputs; alike in all processes."""
-    rows = [(call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)]
+    rows = [(call.name, shape_of(call.inputs)) for call in calls if _is_on_gpu(call)]
     return sha256(repr(rows).encode()).hexdigest()
 
 
@@ -266,14 +280,6 @@ def cut_out(calls: Sequence[OperatorCall]) -> tuple[OperatorCall, ...]:
 
 def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_shape, value))
-    return type(value).__name__
 
 
 def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
@@ -304,6 +310,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
             regions=recorder.last_parts,
+            repeated=finder.repeated,
         )
         rank = CapturedRank(
             trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
@@ -318,7 +325,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():
             if run:
-                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts)
+                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, repeated=None)
                 yield Evaluation(trace, group.passes, group.told)
 
     finder = StepFinder(recorder, finish)

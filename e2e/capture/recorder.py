@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
@@ -28,7 +29,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
 
@@ -70,6 +71,12 @@ class ScriptRanges:
         self._of_call.pop(call, None)
         if entry is not None:
             self._of_call[call] = entry
+
+    def forget(self, begin: int) -> None:
+        """Forget the calls from ``begin`` on."""
+        for table in (self._of_call, self._of_forward):
+            for call in [call for call in table if call >= begin]:
+                del table[call]
 
     def leave(self, handle: object) -> None:
         """End the range entered with ``handle``, if it was entered here."""
@@ -231,6 +238,12 @@ class Recorder(TorchDispatchMode):
         self.noting_lines = False
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
+        # Places of the records that begin a pass: the first one, and each first one after a backward pass.
+        self.begins = [0]
+        # True while a pass of accumulated gradients is left out.
+        self.leaving_out = False
+        # Passes left out in this step.
+        self.left_out = 0
 
         # Number of operators called so far, recorded or not.
         self.called = 0
@@ -305,6 +318,50 @@ class Recorder(TorchDispatchMode):
         """Number of modules that the current call is inside of."""
         return len(self._here.modules)
 
+    def pass_begins(self) -> list[int]:
+        """Return the places of the records that begin the passes of this step; the last one is that of the next
+        record if a backward pass has just ended.
+        """
+        if self._rows and self._rows[-1]["thread"] == AUTOGRAD_THREAD and self.begins[-1] != len(self._rows):
+            self.begins.append(len(self._rows))
+        return self.begins
+
+    @property
+    def finished_passes(self) -> int:
+        """Number of passes of this step whose backward pass has ended."""
+        return len(self.pass_begins()) - 1 + self.left_out
+
+    def records(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Return the records of a pass."""
+        return self._rows[begin:end]
+
+    def leave_out(self) -> None:
+        """Leave the pass that has begun out, until it has ended: it is like the one before."""
+        self._forget(self.pass_begins()[-1])
+        self.enabled, self.leaving_out = False, True
+        self.left_out += 1
+        if self.left_out > MOST_PASSES:
+            raise EndlessStepError(f"has made {MOST_PASSES:,} passes without a step of its optimizer")
+        self.passes += self.passes[-1:]
+
+    def go_on(self) -> None:
+        """Go on recording after a pass that was left out, some of whose tensors are used by the next one."""
+        self.enabled, self.leaving_out = True, False
+        self.convert.identities.adopting = True
+
+    def _forget(self, begin: int) -> None:
+        """Remove the records from ``begin`` on; what was freed before them is noted again."""
+        for row in self._rows[begin:]:
+            self.convert.identities.free(row.get("attributes", {}).get("freed", ()))
+        self.ranges.forget(begin)
+        if self.regions is not None:
+            self.regions.forget(begin)
+        del self._rows[begin:]
+        for frame in self._here.frames:
+            if frame.id is not None and frame.id >= begin:
+                frame.id = None
+        self._here.node, self._here.node_parent = None, None
+
     def cut(self) -> tuple[OperatorCall, ...]:
         """Return the calls recorded since the last cut, with their ranges and passes, and go on recording."""
         if self._gradients is not None and self._rows:
@@ -314,6 +371,9 @@ class Recorder(TorchDispatchMode):
         self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
         self.last_parts = {} if self.regions is None else self.regions.cut()
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
+        if self.leaving_out:
+            self.go_on()
+        self.begins, self.left_out, self.convert.identities.adopting = [0], 0, False
         self._here.node, self._here.node_parent = None, None
         for frame in self._here.frames:
             frame.id, frame.entry = None, None
@@ -343,7 +403,7 @@ class Recorder(TorchDispatchMode):
             return
         row = self._begin(name)
         row["inputs"] = self.convert.values(inputs)
-        row["attributes"] = self._with_stream(dict(attributes))
+        row["attributes"] = self._with_stream({**attributes, **self._memory_changes()})
         row["outputs"] = self.convert.values(outputs)
 
     def copies_into(self, tensor: torch.Tensor) -> list[dict[str, Any]]:
@@ -410,11 +470,7 @@ class Recorder(TorchDispatchMode):
         except (EndlessStepError, NotYetSent):
             raise
         except Exception:
-            del self._rows[before:]
-            for frame in self._here.frames:
-                if frame.id is not None and frame.id >= before:
-                    frame.id = None
-            self._here.node, self._here.node_parent = None, None
+            self._forget(before)
             return False, None
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
@@ -462,25 +518,31 @@ class Recorder(TorchDispatchMode):
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
         row = self._begin(name)
+        if self.convert.identities.adopting:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor):
+                    self.convert.identities.adopt(each)
         row["inputs"] = tuple(self.convert.value(argument) for argument in args)
         attributes: dict[str, Value] = {"overload": overload} if overload else {}
         attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
-        freed = self.convert.identities.freed()
-        if freed:
-            attributes["freed"] = freed
+        attributes |= self._memory_changes()
         if self._gradients is not None:
             attributes["gradients"], self._gradients = self._gradients, None
-        made = self.convert.identities.made()
-        if made:
-            attributes["made"] = made
         if self._recomputes():
             attributes[RECOMPUTED] = True
         row["attributes"] = self._with_stream(attributes)
         return row
 
+    def _memory_changes(self) -> dict[str, Value]:
+        """Return the storages freed and those allocated by no operator since the last call, as attributes."""
+        changes = {"freed": self.convert.identities.freed(), "made": self.convert.identities.made()}
+        return {name: storages for name, storages in changes.items() if storages}
+
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self.pass_begins()
         line = script_line() if self.noting_lines else ""
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
