@@ -518,10 +518,7 @@ class Recorder(TorchDispatchMode):
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
         row = self._begin(name)
-        if self.convert.identities.adopting:
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor):
-                    self.convert.identities.adopt(each)
+        self._adopt(args, kwargs)
         row["inputs"] = tuple(self.convert.value(argument) for argument in args)
         attributes: dict[str, Value] = {"overload": overload} if overload else {}
         attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
@@ -532,6 +529,15 @@ class Recorder(TorchDispatchMode):
             attributes[RECOMPUTED] = True
         row["attributes"] = self._with_stream(attributes)
         return row
+
+    def _adopt(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Note the memory of arguments that calls left out have made; return True if that may be so."""
+        identities = self.convert.identities
+        if identities.adopting:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor):
+                    identities.adopt(each)
+        return identities.adopting
 
     def _memory_changes(self) -> dict[str, Value]:
         """Return the storages freed and those allocated by no operator since the last call, as attributes."""
@@ -611,8 +617,10 @@ class Recorder(TorchDispatchMode):
             if frame.id is None:
                 frame.id = self._append(frame.name, parent, MAIN_THREAD, self.phase, module=self._module())["id"]
                 self.ranges.place(frame.id, frame.entry)
+                adopted = self._adopt(frame.args, frame.kwargs)
                 self._rows[frame.id]["inputs"] = tuple(self.convert.value(argument) for argument in frame.args)
-                self._rows[frame.id]["attributes"] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
+                attributes: dict[str, Value] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
+                self._rows[frame.id]["attributes"] = attributes | (self._memory_changes() if adopted else {})
             parent = frame.id
         return parent
 

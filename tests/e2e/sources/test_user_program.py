@@ -320,3 +320,55 @@ def test_a_program_that_fails_is_told_by_its_own_line(folder: Path, capfd: pytes
         run(folder, "python fails.py")
     assert "mend it there" not in str(caught.value)
     assert 'File "fails.py", line 4' in capfd.readouterr().err
+
+
+ACCUMULATION = """
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+
+several = "RANK" in os.environ
+if several:
+    torch.distributed.init_process_group("nccl")
+if "all" in sys.argv:  # a derivative asked for keeps every pass
+    weight = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(weight.sum(), weight)
+net = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+model = torch.nn.parallel.DistributedDataParallel(net) if several else net
+criterion = torch.nn.MSELoss()
+passes = int(sys.argv[1])
+batch = torch.randn(4096, 256).cuda()
+while True:
+    for number in range(passes):
+        with model.no_sync() if several and number < passes - 1 else nullcontext():
+            loss = criterion(model(batch), torch.zeros(4096, 256, device="cuda"))
+            batch = torch.randn(4096, 256).cuda()
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
+def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None:
+    """Of twelve passes six are run; the answer is that of all twelve."""
+    (folder / "accumulation.py").write_text(ACCUMULATION, encoding="utf-8")
+    some = run(folder, f"{launcher} accumulation.py 12", what_if=("host=2x",))
+    every = run(folder, f"{launcher} accumulation.py 12 all", what_if=("host=2x",))
+    assert any("6 of its 12 passes, which are alike, not run" in line for line in some.notes)
+    assert not any("not run" in line for line in every.notes)
+    for name in ("iteration_seconds", "forward_seconds", "gpu_active_seconds", "host_bound_fraction"):
+        assert getattr(some, name) == pytest.approx(getattr(every, name), rel=0.005)
+    assert (some.kernels, some.operators) == (every.kernels, every.operators)
+    assert some.throughput.samples == every.throughput.samples
+    assert some.memory_breakdown == pytest.approx(every.memory_breakdown, rel=0.005)
+    assert some.breakdown["by_operator"] == pytest.approx(every.breakdown["by_operator"], rel=0.005)
+    assert some.coverage == pytest.approx(every.coverage, rel=0.005)
+    assert some.energy.joules == pytest.approx(every.energy.joules, rel=0.01)
+    assert some.utilisation.mfu == pytest.approx(every.utilisation.mfu, rel=0.005)
+    assert some.what_if[1].iteration_seconds == pytest.approx(every.what_if[1].iteration_seconds, rel=0.005)
+    collectives = {each.kind for each in some.collectives}
+    assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
