@@ -45,7 +45,7 @@ class AccumulatedPasses:
         call, differentiate = torch.nn.Module.__call__, torch.autograd.grad
 
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inside = self.recorder.depth or torch._C._current_graph_task_id() != -1
+            inside = self.recorder.depth or self.recorder.capturing or torch._C._current_graph_task_id() != -1
             if inside or not torch.is_grad_enabled() or next(module.parameters(), None) is None:
                 return call(module, *args, **kwargs)
             return self._pass(call, module, args, kwargs)

@@ -34,7 +34,6 @@ from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.accumulated_passes import AccumulatedPasses
-from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
@@ -42,11 +41,13 @@ from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_d
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
+from e2e.capture.environment import DEFAULT_STREAM
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.program_needs import needs_met, told_missing
 from e2e.capture.recorder import Recorder
+from e2e.capture.regions import Regions
 from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
@@ -61,6 +62,8 @@ _end_process = os._exit
 PAUSE_SECONDS = 0.05
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
+# Steps on another stream than the default one before one of them is taken.
+MOST_WARMING = 24
 # Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
 MOST_UNSTEPPED = 16
 
@@ -167,6 +170,7 @@ class StepFinder:
     def __post_init__(self) -> None:
         self.passes = EvaluationPasses(self.recorder)
         self.accumulated = AccumulatedPasses(self.recorder)
+        self.recorder.replayed_step = self._stepped
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -182,14 +186,19 @@ class StepFinder:
             register_module_forward_pre_hook(self._called),
         )
         try:
-            with patch.object(torch.optim.Optimizer, "__init__", make):
-                with self.passes.watching(), self.accumulated.watching():
-                    yield
+            making = patch.object(torch.optim.Optimizer, "__init__", make)
+            with making, self.passes.watching(), self.accumulated.watching():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        if self.recorder.capturing:
+            self.recorder.stepped.append(optimizer)
+            self.digests.clear()
+            self.backward.clear()
+            return
         self.steps[id(optimizer)] += 1
         slower = self.optimizer is not None and self.steps[id(optimizer)] < self.steps[self.optimizer] - 1
         if self.optimizer is None or slower:  # a whole step has steps of all optimizers, such as five of one
@@ -204,6 +213,8 @@ class StepFinder:
         if self.recorder.depth != 1 or torch._C._current_graph_task_id() != -1:  # inside another module
             return
         self._name(module)
+        if self.recorder.capturing:
+            return
         if self.root is None and next(module.parameters(), None) is not None:
             self.root, self.title = id(module), type(module).__name__
         if not (self.recorder.enabled or self.recorder.leaving_out):
@@ -233,6 +244,8 @@ class StepFinder:
             self.passes.replaying = False  # the step that is taken must have run them
         elif last >= MOST_STEPS and not whole:
             self.accumulated.leaving_out = False  # as many passes as they are
+        elif self.recorder.streams.current != DEFAULT_STREAM and last < MOST_WARMING:
+            return  # it warms up for the capture of a CUDA graph, perhaps
         elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
             self._finish(calls, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS:
@@ -290,7 +303,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
-    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.regions, recorder.custom = Regions(), CustomOperators()
     recorder.noting_lines = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []
@@ -310,22 +323,21 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
             ranges=recorder.last_ranges,
             passes=recorder.last_passes,
             regions=recorder.last_parts,
+            graphs=recorder.last_graphs,
             repeated=finder.repeated,
         )
         rank = CapturedRank(
             trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
         )
         files.undo()
-        if recorder.regions is not None and recorder.regions.in_graphs:
-            note(
-                "torch.compile puts parts into CUDA graphs, which are predicted without; --cuda-graph puts in the step"
-            )
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():
             if run:
-                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, repeated=None)
+                trace = replace(
+                    step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, graphs={}, repeated=None
+                )
                 yield Evaluation(trace, group.passes, group.told)
 
     finder = StepFinder(recorder, finish)

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
-from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
+from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
@@ -185,6 +185,15 @@ class _Frame:
         self.id: int | None = None
 
 
+@dataclass
+class CapturedCalls:
+    """Calls of a CUDA graph: their records, the passes among them, and the optimizers that took a step."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    passes: list[frozenset[int]] = field(default_factory=list)
+    stepped: list[Any] = field(default_factory=list)
+
+
 class _Place(threading.local):
     """State of a thread: open calls and modules, the running autograd node."""
 
@@ -219,8 +228,16 @@ class Recorder(TorchDispatchMode):
         self.ranges = ScriptRanges()
         self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
         # Their calls, and custom operators, of a program that runs as it is; None for a script's step.
-        self.regions: CompiledRegions | None = None
+        self.regions: Regions | None = None
         self.custom: CustomOperators | None = None
+        # Calls that CUDA graphs replay, and compiled modules whose calls they are.
+        self.graphs = Regions(apart=True)
+        self.graphed: set[int] = set()
+        # True while a CUDA graph is captured; optimizers that take a step in it.
+        self.capturing = False
+        self.stepped: list[Any] = []
+        # Called with each optimizer whose step a CUDA graph replays.
+        self.replayed_step: Callable[[Any], None] = ignore_call
         # Context in which PyTorch functions are decided as on CUDA, for implementations that run below them.
         self.decisions: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
@@ -229,6 +246,7 @@ class Recorder(TorchDispatchMode):
         self.last_ranges = NamedRanges()
         self.last_passes: tuple[frozenset[int], ...] = ()
         self.last_parts: dict[int, int] = {}
+        self.last_graphs: dict[int, int] = {}
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
@@ -297,6 +315,8 @@ class Recorder(TorchDispatchMode):
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.enter()
+        if id(module) in self.graphed:
+            self.graphs.enter()
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given``, it ``returned``."""
@@ -304,6 +324,8 @@ class Recorder(TorchDispatchMode):
             self._here.modules.pop()
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.leave()
+        if id(module) in self.graphed:
+            self.graphs.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
@@ -349,6 +371,28 @@ class Recorder(TorchDispatchMode):
         self.enabled, self.leaving_out = True, False
         self.convert.identities.adopting = True
 
+    @contextmanager
+    def captured(self) -> Iterator[CapturedCalls]:
+        """Context in which calls do not run but are captured for :meth:`replay`."""
+        enabled, begins, passes, begin = self.enabled, self.begins, self.passes, len(self._rows)
+        self.enabled, self.begins, self.passes, self.capturing, found = True, [begin], [], True, CapturedCalls()
+        try:
+            yield found
+        finally:
+            found.rows, found.passes, found.stepped = self._rows[begin:], self.passes, self.stepped
+            self._forget(begin)
+            self.enabled, self.begins, self.passes, self.capturing, self.stepped = enabled, begins, passes, False, []
+
+    def replay(self, captured: CapturedCalls) -> None:
+        """Record calls that were captured, as one launch."""
+        begin = len(self._rows)
+        for row in captured.rows:
+            parent, later = row["parent"], begin - captured.rows[0]["id"]
+            inside = parent is not None and parent >= captured.rows[0]["id"]
+            self._rows.append({**row, "id": len(self._rows), "parent": parent + later if inside else None})
+        self.passes += captured.passes
+        self.graphs.note_replay(range(begin, len(self._rows)))
+
     def _forget(self, begin: int) -> None:
         """Remove the records from ``begin`` on; what was freed before them is noted again."""
         for row in self._rows[begin:]:
@@ -356,6 +400,7 @@ class Recorder(TorchDispatchMode):
         self.ranges.forget(begin)
         if self.regions is not None:
             self.regions.forget(begin)
+        self.graphs.forget(begin)
         del self._rows[begin:]
         for frame in self._here.frames:
             if frame.id is not None and frame.id >= begin:
@@ -370,6 +415,7 @@ class Recorder(TorchDispatchMode):
         found = tuple(OperatorCall(**row) for row in self._rows)
         self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
         self.last_parts = {} if self.regions is None else self.regions.cut()
+        self.last_graphs = self.graphs.cut()
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
         if self.leaving_out:
             self.go_on()
@@ -593,6 +639,7 @@ class Recorder(TorchDispatchMode):
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         if self.regions is not None:
             self.regions.note(row["id"], phase == "backward", sequence)
+        self.graphs.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
             if len(self.passes) > 1:
@@ -634,6 +681,7 @@ class Recorder(TorchDispatchMode):
         self._line_of[latest - 1] = line
         if self.regions is not None:
             self.regions.note_node(latest - 1)
+        self.graphs.note_node(latest - 1)
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1

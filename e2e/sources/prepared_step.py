@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_gpu
 from costmodel.machines.machine_records import Machine
 from e2e.capture.models.stacks import stack_of
-from e2e.explain.prediction import throughput_of
 from e2e.explain.more_passes import with_more_passes
+from e2e.explain.prediction import throughput_of
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict_graph
 from e2e.explain.utilisation import utilisation_of
 from e2e.price.host_overheads import load_overheads

@@ -215,6 +215,8 @@ class OperatorTrace:
     passes: tuple[frozenset[int], ...] = ()
     # Call -> compiled region of the program; None if the source does not say what is compiled.
     regions: Mapping[int, int] | None = None
+    # Call -> CUDA graph of the program that replays it; each is launched once.
+    graphs: Mapping[int, int] = field(default_factory=dict)
     # Pass of which only some are among the calls.
     repeated: RepeatedPass | None = None
 
@@ -236,8 +238,11 @@ class OperatorTrace:
         )
         kept = {call.id for call in calls}
         regions = None if self.regions is None else {call: part for call, part in self.regions.items() if call in kept}
-        ranges = self.ranges.within(kept)
-        return replace(self, calls=calls, ranges=ranges, passes=self.passes[1:], regions=regions, repeated=None)
+        graphs = {call: graph for call, graph in self.graphs.items() if call in kept}
+        return replace(
+            self, calls=calls, ranges=self.ranges.within(kept), passes=self.passes[1:], regions=regions, graphs=graphs,
+            repeated=None,
+        )  # fmt: skip
 
     def _events(self, begin: int, calls: int) -> list[Value]:
         """Return the events recorded by that number of calls from ``begin`` on."""

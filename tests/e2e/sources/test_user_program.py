@@ -301,7 +301,6 @@ def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     (folder / "habits.py").write_text(HABITS, encoding="utf-8")
     found = run(folder, "python habits.py")
     assert "aten::erf" in found.breakdown["by_operator"]
-    assert any(line.startswith("torch.compile puts parts into CUDA graphs") for line in found.notes)
     said = capfd.readouterr().err
     assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
 
@@ -372,3 +371,57 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert some.what_if[1].iteration_seconds == pytest.approx(every.what_if[1].iteration_seconds, rel=0.005)
     collectives = {each.kind for each in some.collectives}
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
+
+
+GRAPHS = """
+import sys
+
+import torch
+
+(mode,) = sys.argv[1:]
+net = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)]).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), capturable=True)
+data = torch.randn(32, 256, device="cuda")
+model = torch.cuda.make_graphed_callables(net, (data,)) if mode == "callables" else net
+if mode == "compiled":
+    model = torch.compile(net, mode="reduce-overhead")
+
+
+def step():
+    optimizer.zero_grad()
+    model(data).square().mean().backward()
+    optimizer.step()
+
+
+if mode == "whole":
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        step()
+    step = graph.replay
+while True:
+    data.copy_(torch.randn(32, 256))
+    step()
+"""
+
+
+def test_cuda_graphs_of_the_program(folder: Path) -> None:
+    """One launch for each replay; kernels and memory are those of the eager step."""
+    (folder / "graphs.py").write_text(GRAPHS, encoding="utf-8")
+    eager, callables, compiled, whole = (
+        run(folder, f"python graphs.py {mode}") for mode in ("eager", "callables", "compiled", "whole")
+    )
+    assert eager.kernels == callables.kernels == whole.kernels
+    assert callables.gpu_active_seconds == pytest.approx(eager.gpu_active_seconds, rel=0.01)
+    for some in (callables, compiled):  # the optimizer is not in the graphs
+        assert some.forward_seconds < 0.5 * eager.forward_seconds
+        assert some.backward_seconds < 0.5 * eager.backward_seconds
+        assert some.optimizer_seconds == pytest.approx(eager.optimizer_seconds, rel=0.1)
+    assert whole.iteration_seconds < 0.3 * eager.iteration_seconds
+    assert whole.iteration_seconds >= whole.gpu_active_seconds == pytest.approx(eager.gpu_active_seconds, rel=0.1)
