@@ -36,11 +36,11 @@ from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
 @contextmanager
-def without_compiler(recorder: Recorder) -> Iterator[None]:
+def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iterator[None]:
     """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
-    compiled functions and modules are noted by ``recorder``; their calls are its regions.
+    compiled functions and modules are added to ``found``; their calls are regions of ``recorder``.
     """
-    compile_module, found, regions = torch.compile, recorder.compiled, recorder.regions
+    compile_module, regions = torch.compile, None if recorder is None else recorder.regions
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if options.get("disable"):
@@ -54,13 +54,14 @@ def without_compiler(recorder: Recorder) -> Iterator[None]:
         if isinstance(model, torch.nn.Module):
             found.append(type(model).__name__)
             made = compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})
-            recorder.graphed |= {id(made)} if in_graphs and regions is not None else set()
+            if recorder is not None and in_graphs:
+                recorder.graphed.add(id(made))
             return made
         owner = getattr(model, "__self__", None)
         own = isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) and regions is not None
         if own or not str(getattr(model, "__module__", "")).startswith("torch."):
             found.append(type(owner).__name__ if own else getattr(model, "__name__", "function"))
-        if regions is None:
+        if recorder is None or regions is None:
             return model
         return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
@@ -200,7 +201,9 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
     later ones.
     """
     with ExitStack() as stack:
-        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.seen_gpu))
+        memory = recorder.convert.identities.memory
+        wait = partial(recorder.host_call, "cudaDeviceSynchronize")
+        stack.enter_context(pretend_gpu(wait, options.seen_gpu, memory))
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))
@@ -208,7 +211,7 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
-        stack.enter_context(without_compiler(recorder))
+        stack.enter_context(without_compiler(recorder.compiled, recorder))
         if recorder.regions is not None:
             stack.enter_context(cuda_graphs(recorder))
         stack.enter_context(generated_kernels(recorder))

@@ -425,3 +425,28 @@ def test_cuda_graphs_of_the_program(folder: Path) -> None:
         assert some.optimizer_seconds == pytest.approx(eager.optimizer_seconds, rel=0.1)
     assert whole.iteration_seconds < 0.3 * eager.iteration_seconds
     assert whole.iteration_seconds >= whole.gpu_active_seconds == pytest.approx(eager.gpu_active_seconds, rel=0.1)
+
+
+MEMORY = """
+import torch
+
+model = torch.nn.Linear(1024, 1024, bias=False).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    model(torch.randn(1024, 1024, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+used, most, megabytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), 4 << 20
+assert 3 * megabytes <= used < 5 * megabytes  # weights and the optimizer's state, and perhaps the last output
+assert used + megabytes <= most < 10 * megabytes
+assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == most <= torch.cuda.max_memory_reserved()
+free, whole = torch.cuda.mem_get_info()
+assert 0 < whole - free <= most
+torch.cuda.reset_peak_memory_stats()
+assert torch.cuda.max_memory_allocated() == used
+"""
+
+
+def test_a_program_is_told_the_memory_in_use(folder: Path) -> None:
+    (folder / "memory.py").write_text(MEMORY.replace("range(3)", "range(2)"), encoding="utf-8")
+    assert run(folder, "python memory.py").operators
