@@ -31,7 +31,16 @@ from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResu
 from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
-from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
+from e2e.step.operator_trace import (
+    RECOMPUTED,
+    NamedRange,
+    NamedRanges,
+    OperatorCall,
+    Phase,
+    RepeatedPass,
+    Value,
+    is_named_by_script,
+)
 
 
 @dataclass
@@ -185,6 +194,19 @@ class _Frame:
         self.id: int | None = None
 
 
+@dataclass(frozen=True)
+class RecordedStep:
+    """Calls of a step, with their ranges, passes, compiled regions and CUDA graphs (:class:`OperatorTrace`)."""
+
+    calls: tuple[OperatorCall, ...] = ()
+    ranges: NamedRanges = NamedRanges()
+    passes: tuple[frozenset[int], ...] = ()
+    regions: Mapping[int, int] = field(default_factory=dict)
+    graphs: Mapping[int, int] = field(default_factory=dict)
+    # Pass that stands for equal ones that were left out.
+    repeated: RepeatedPass | None = None
+
+
 @dataclass
 class CapturedCalls:
     """Calls of a CUDA graph: their records, the passes among them, and the optimizers that took a step."""
@@ -242,11 +264,6 @@ class Recorder(TorchDispatchMode):
         self.decisions: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
-        # Ranges and passes of the last step that was cut.
-        self.last_ranges = NamedRanges()
-        self.last_passes: tuple[frozenset[int], ...] = ()
-        self.last_parts: dict[int, int] = {}
-        self.last_graphs: dict[int, int] = {}
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
@@ -407,15 +424,18 @@ class Recorder(TorchDispatchMode):
                 frame.id = None
         self._here.node, self._here.node_parent = None, None
 
-    def cut(self) -> tuple[OperatorCall, ...]:
-        """Return the calls recorded since the last cut, with their ranges and passes, and go on recording."""
+    def cut(self) -> RecordedStep:
+        """Return what was recorded since the last cut, and go on recording."""
         if self._gradients is not None and self._rows:
             self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
             self._gradients = None
-        found = tuple(OperatorCall(**row) for row in self._rows)
-        self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
-        self.last_parts = {} if self.regions is None else self.regions.cut()
-        self.last_graphs = self.graphs.cut()
+        found = RecordedStep(
+            tuple(OperatorCall(**row) for row in self._rows),
+            self.ranges.found(),
+            tuple(self.passes),
+            {} if self.regions is None else self.regions.cut(),
+            self.graphs.cut(),
+        )
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
         if self.leaving_out:
             self.go_on()

@@ -32,8 +32,8 @@ def watched(run: Callable[[], Any]) -> OperatorTrace:
     recorder.regions, recorder.custom = Regions(), CustomOperators()
     with recording(recorder, OPTIONS):
         run()
-    calls = recorder.cut()
-    return OperatorTrace(calls, compiled=bool(recorder.compiled), regions=recorder.last_parts)
+    step = recorder.cut()
+    return OperatorTrace(step.calls, compiled=bool(recorder.compiled), regions=step.regions)
 
 
 def kernels(trace: OperatorTrace) -> list[str]:

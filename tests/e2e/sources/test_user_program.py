@@ -182,6 +182,16 @@ for number in range(1_000):
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
     optimizer.step()
 """,
+    # Batches of ever new lengths.
+    "lengths": """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for length in (8, 8, 300, 700, 500, 200, 800, 1600, 400):
+    model(torch.randn(length, 64, device="cuda")).mean().backward()
+    optimizer.step()
+""",
     # Ten passes of a teacher in every step, which must not be taken for evaluation.
     "teacher": """
 import torch
@@ -212,6 +222,14 @@ def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
     assert line.endswith(
         "equal to step 2; step 1 had 2 backward passes, this one 1: what is not done in every step is left out"
     )
+
+
+def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> None:
+    (folder / "lengths.py").write_text(LOOPS["lengths"], encoding="utf-8")
+    found = run(folder, "python lengths.py")
+    assert found.throughput.samples == 700
+    (line,) = [line for line in found.notes if "of SGD" in line]
+    assert "step 4" in line and "the middle one of 6 different steps (0." in line
 
 
 def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:
