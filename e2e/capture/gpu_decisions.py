@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.base.errors import ModelError
 from e2e.capture.cuda_packages.kernels import attend
 from e2e.capture.environment import is_device_number
-from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.known_values import know, known
 from e2e.capture.recorder import Recorder
 from e2e.step.options import AttentionForm
 
@@ -233,7 +233,7 @@ class GpuDecisions(TorchFunctionMode):
             return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if name in ("tensor", "as_tensor"):
-            return _written(func, args, kwargs)
+            return _written(self._recorder, func, args, kwargs)
         if not _is_operator(name):
             return func(*args, **kwargs)
         if args and getattr(args[0], "is_nested", False):
@@ -434,15 +434,25 @@ def _listed(tensor: torch.Tensor, decides: bool) -> Any:
     return tensor.cpu().tolist()
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``torch.tensor`` on numbers of the script, and note their values. Single numbers on the GPU among them are
-    read.
+def _written(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``torch.tensor`` on numbers of the script. It makes a tensor of the host, number by number, which is copied
+    to the GPU while the host waits. Single numbers on the GPU among them are read.
     """
     data = _numbers(args[0] if args else kwargs.get("data"))
-    result = func(data, *args[1:], **{key: value for key, value in kwargs.items() if key != "data"})
-    if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:
-        with torch._C.DisableTorchFunction():
-            know(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
+    others = {key: value for key, value in kwargs.items() if key != "data"}
+    device = torch.device(others.pop("device", None) or torch.get_default_device())
+    compiled = recorder.regions is not None and recorder.regions.inside  # there it is a constant
+    if device.type != "meta" or isinstance(data, torch.Tensor) or compiled:
+        result = func(data, *args[1:], device=device, **others)
+        if isinstance(data, (list, tuple)) and not compiled:
+            recorder.note_numbers(result.numel())
+        return result
+    trained = others.pop("requires_grad", False)
+    written = func(data, *args[1:], device="cpu", **others)
+    if isinstance(data, (list, tuple)):
+        recorder.note_numbers(written.numel())
+    result = written.to(device).requires_grad_(trained)
+    know(result, written)
     return result
 
 
@@ -477,9 +487,11 @@ def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _on_meta(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Replace ``cuda`` as a device by the meta device."""
+    """Replace ``cuda`` as a device by the meta device; there is no memory to pin."""
     if name == "cuda":
         return torch.Tensor.to, (args[0], torch.device("meta")), {}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs = {**kwargs, "device": torch.device("meta")}
     if name == "to" and len(args) > 1 and _is_cuda(args[1]):

@@ -50,6 +50,7 @@ from costmodel.operators.layers import DTYPE_BYTES, Conv2d
 from e2e.lowering.families.work import priced_dtype
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
+from e2e.step.memory import KeptStorages
 from e2e.step.operator_trace import MARKED_GAPS, OperatorCall, OperatorTrace, Tensor, tensors
 
 # A graph with at least this many nodes per convolution is not converted.
@@ -184,6 +185,27 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels, _compiled_phases(trace), parts).rewrite()
+
+
+def kept_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None) -> KeptStorages:
+    """Return what the compiled step of a program keeps in memory; arguments as for :func:`compile_rank`.
+
+    It makes what kernels write, and keeps it until the last kernel that reads it.
+    """
+    nodes = _nodes(rank, trace, parts)
+    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
+    generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
+    nodes, _ = _generated(nodes, freed, exact=True)
+    used, places = _uses(nodes), {call.id: place for place, call in enumerate(trace.calls)}
+    made, read_last = set(), {}
+    for group in _members(nodes).values():
+        written = _written(group, used, freed) if len(group) > 1 else group[0].writes
+        made |= {storage for storage, _ in written}
+    for node in nodes:
+        read_last |= {storage: places[node.call.id] for storage, _ in node.reads}
+        if not node.fusible:
+            made |= {storage for storage, _ in node.reads}
+    return KeptStorages(frozenset(generated - made), read_last)
 
 
 def _generated(nodes: list[_Node], freed: set[int], *, exact: bool) -> tuple[list[_Node], set[_Node]]:
@@ -555,7 +577,9 @@ def _compute_again(nodes: list[_Node]) -> None:
             origins = _origins(version, made)
             again = {reader.root: {known for each in members[reader.root] for known in each.reads} for reader in later}
             stored = (1 + len(again)) * _bytes([node.writes[version]])
-            if stored < sum(_bytes(size for key, size in origins.items() if key not in known) for known in again.values()):
+            if stored < sum(
+                _bytes(size for key, size in origins.items() if key not in known) for known in again.values()
+            ):
                 continue
             for reader in later:
                 del reader.reads[version]
@@ -609,19 +633,13 @@ def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: s
     """Return one pass that reads outside inputs and writes outputs used outside. Outputs that are freed without a
     reader are not written.
     """
-    root = group[0].root
     made = {version for node in group for version in node.writes}
     reads: dict[tuple[int, int], tuple[int, str]] = {}
     for node in group:
         for version, size in node.reads.items():
             if version not in made:
                 reads[version] = max(reads.get(version, size), size)
-    writes = {
-        version: size
-        for node in group
-        for version, size in node.writes.items()
-        if used[version] - {root} or (not used[version] and version[0] not in freed)
-    }
+    writes = _written(group, used, freed)
     elements = max(node.size for node in group)
     dtype = max((*reads.values(), *writes.values()), default=(0, "float32"))[1]
     width = DTYPE_BYTES.get(dtype, 4)
@@ -629,6 +647,19 @@ def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: s
     inputs, outputs = read // elements, written // elements
     rest = read - inputs * elements + written - outputs * elements
     return Elementwise("fused", elements, inputs, outputs, rest, dtype)
+
+
+def _written(
+    group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: set[int]
+) -> dict[tuple[int, int], tuple[int, str]]:
+    """Return the outputs of a kernel that are used outside it, or neither used nor freed."""
+    root = group[0].root
+    return {
+        version: size
+        for node in group
+        for version, size in node.writes.items()
+        if used[version] - {root} or (not used[version] and version[0] not in freed)
+    }
 
 
 def _bytes(sizes: Iterable[tuple[int, str]]) -> int:
