@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -441,19 +442,20 @@ def _written(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping
     data = _numbers(args[0] if args else kwargs.get("data"))
     others = {key: value for key, value in kwargs.items() if key != "data"}
     device = torch.device(others.pop("device", None) or torch.get_default_device())
-    compiled = recorder.regions is not None and recorder.regions.inside  # there it is a constant
-    if device.type != "meta" or isinstance(data, torch.Tensor) or compiled:
+    if device.type != "meta" or isinstance(data, torch.Tensor):
         result = func(data, *args[1:], device=device, **others)
-        if isinstance(data, (list, tuple)) and not compiled:
+        if isinstance(data, (list, tuple)):
             recorder.note_numbers(result.numel())
         return result
     trained = others.pop("requires_grad", False)
-    written = func(data, *args[1:], device="cpu", **others)
-    if isinstance(data, (list, tuple)):
-        recorder.note_numbers(written.numel())
-    result = written.to(device).requires_grad_(trained)
+    constant = recorder.regions is not None and recorder.regions.inside  # of compiled code
+    with recorder.paused() if constant else nullcontext():
+        written = func(data, *args[1:], device="cpu", **others)
+        if isinstance(data, (list, tuple)):
+            recorder.note_numbers(written.numel())
+        result = written.to(device)
     know(result, written)
-    return result
+    return result.requires_grad_() if trained else result
 
 
 def _numbers(data: Any) -> Any:

@@ -134,6 +134,16 @@ def test_a_compiled_step_keeps_what_its_kernels_write(compiled: bool):
     assert usage.breakdown["activations"] == (3 if compiled else 4) * size
 
 
+def test_numbers_in_compiled_code_are_constants():
+    def run() -> None:
+        def scaled(given: torch.Tensor) -> torch.Tensor:
+            return given * torch.tensor([2.0, 3.0], device="cuda")
+
+        torch.compile(scaled)(scaled(tensor(64, 2)))
+
+    assert [name for name in kernels(watched(run)) if "Memcpy" in name] == ["Memcpy HtoD"]
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_compiled_step_of_an_optimizer_is_one_pass(whole: bool):
     def run() -> None:
