@@ -489,11 +489,9 @@ def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _on_meta(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Replace ``cuda`` as a device by the meta device; there is no memory to pin."""
+    """Replace ``cuda`` as a device by the meta device."""
     if name == "cuda":
         return torch.Tensor.to, (args[0], torch.device("meta")), {}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs = {**kwargs, "device": torch.device("meta")}
     if name == "to" and len(args) > 1 and _is_cuda(args[1]):

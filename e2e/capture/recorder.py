@@ -387,6 +387,8 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # there is no memory to pin
         selecting = SELECTIONS.get(func)
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):
