@@ -368,7 +368,7 @@ class _Builder:
                 gathered.get(call.id, 0),
                 RECOMPUTED in call.attributes,
                 call.line,
-                int(call.attributes.get(NUMBERS, 0)),  # type: ignore[call-overload]
+                int(call.attributes.get(NUMBERS, 0)),  # type: ignore[arg-type]
             )
             for call in self.trace.calls
         }

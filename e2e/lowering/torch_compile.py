@@ -197,7 +197,8 @@ def kept_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obj
     generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
     nodes, _ = _generated(nodes, freed, exact=True)
     used, places = _uses(nodes), {call.id: place for place, call in enumerate(trace.calls)}
-    made, read_last = set(), {}
+    made: set[int] = set()
+    read_last: dict[int, int] = {}
     for group in _members(nodes).values():
         written = _written(group, used, freed) if len(group) > 1 else group[0].writes
         made |= {storage for storage, _ in written}
