@@ -252,6 +252,9 @@ def cuda_packages(note: Note) -> Iterator[None]:
 
 def missing_package(error: BaseException, frames: traceback.StackSummary) -> str | None:
     """Return what to do about an import that failed, or None for other errors."""
+    while error.__cause__ is not None and not (isinstance(error, ImportError) and error.name):
+        error = error.__cause__  # a library says that it could not import a part of itself
+        frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, ImportError) or not error.name:
         return None
     place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -12,7 +15,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.world import RankPlace
+from e2e.capture.launcher import Launch, parse_command
 
 
 @contextmanager
@@ -51,6 +56,40 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
         unless_rank("is_alive", False)
         unless_rank("terminate", None)
         yield
+
+
+@contextmanager
+def launched_commands(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
+    """Context in which a program that starts itself, or another, by a launcher such as torchrun goes on here as the
+    rank ``place``: ``run`` is called with what would be started.
+    """
+    begin = subprocess.Popen.__init__
+
+    def start(process: Any, args: Any, *others: Any, **options: Any) -> None:
+        launch = _launch_of(args)
+        if launch is None:
+            begin(process, args, *others, **options)
+            return
+        if launch.gpus not in (None, place.world_size):
+            raise ModelError(
+                f"the program starts {launch.gpus} processes by {launch.launcher}: give --gpus {launch.gpus}"
+            )
+        own = place.environment()
+        os.environ.update({name: value for name, value in (options.get("env") or {}).items() if name not in own})
+        os.environ.update(launch.environment)
+        run(launch)
+
+    with patch.object(subprocess.Popen, "__init__", start):
+        yield
+
+
+def _launch_of(command: Any) -> Launch | None:
+    """Return what a launcher of ranks is told to start, or None if the command is something else."""
+    try:
+        launch = parse_command(shlex.split(command) if isinstance(command, str) else [str(word) for word in command])
+    except (InputError, ValueError, TypeError):
+        return None
+    return launch if launch.launcher else None
 
 
 def _spawn(place: RankPlace) -> Any:
