@@ -39,7 +39,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
-from e2e.capture.distributed.rank_processes import launched_commands, spawned_ranks
+from e2e.capture.distributed.rank_processes import spawned_ranks, started_programs
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
@@ -342,13 +342,10 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
 
-        def run(launch: Launch) -> None:
-            with reporting(launch.title):  # before the job is taken down
-                _start(launch, hub)
-                finder.at_end()
-
-        stack.enter_context(launched_commands(place, run))
-        run(launch)
+        stack.enter_context(started_programs(place, lambda inner: _start(inner, hub)))
+        with reporting(launch.title):  # before the job is taken down
+            _start(launch, hub)
+            finder.at_end()
 
 
 def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, chdir, contextmanager
 from importlib import import_module
 from multiprocessing.process import BaseProcess
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -59,37 +62,55 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
 
 
 @contextmanager
-def launched_commands(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
-    """Context in which a program that starts itself, or another, by a launcher such as torchrun goes on here as the
-    rank ``place``: ``run`` is called with what would be started.
+def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
+    """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, runs here by
+    ``run``, as the rank ``place``; one whose output is read runs in a process of its own.
     """
-    begin = subprocess.Popen.__init__
+    begin, launch_here = subprocess.Popen.__init__, import_module("torch.distributed.run")
 
-    def start(process: Any, args: Any, *others: Any, **options: Any) -> None:
-        launch = _launch_of(args)
+    def start(process: Any, args: Any, *more: Any, **options: Any) -> None:
+        launch = None if {subprocess.PIPE} & {options.get("stdout"), options.get("stderr")} else _program_of(args)
         if launch is None:
-            begin(process, args, *others, **options)
+            begin(process, args, *more, **options)
             return
-        if launch.gpus not in (None, place.world_size):
-            raise ModelError(
-                f"the program starts {launch.gpus} processes by {launch.launcher}: give --gpus {launch.gpus}"
-            )
-        own = place.environment()
-        os.environ.update({name: value for name, value in (options.get("env") or {}).items() if name not in own})
-        os.environ.update(launch.environment)
-        run(launch)
+        vars(process).update(args=args, pid=0, returncode=0, stdin=None, stdout=None, stderr=None, **_ENDED)
+        given, own = options.get("env") or {}, place.environment()
+        if not launch.launcher and given.get("LOCAL_RANK", own["LOCAL_RANK"]) != own["LOCAL_RANK"]:
+            return  # another rank
+        count = launch.gpus or int(given.get("WORLD_SIZE", place.world_size))
+        go_on(
+            launch, count, {**{name: value for name, value in given.items() if name not in own}, **launch.environment}
+        )
 
-    with patch.object(subprocess.Popen, "__init__", start):
+    def go_on(launch: Launch, count: int, environment: Mapping[str, str], folder: Any = None) -> None:
+        if count != place.world_size:
+            raise ModelError(f"the program starts {count} processes of {launch.title}: give --gpus {count}")
+        with patch.dict(os.environ, environment), patch.object(sys, "argv", list(sys.argv)), chdir(folder or "."):
+            run(launch)
+
+    def run_by_torchrun(options: Any) -> None:
+        count = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
+        go_on(Launch(options.training_script, tuple(options.training_script_args), options.module), count, {})
+
+    with patch.object(subprocess.Popen, "__init__", start), patch.object(launch_here, "run", run_by_torchrun):
         yield
 
 
-def _launch_of(command: Any) -> Launch | None:
-    """Return what a launcher of ranks is told to start, or None if the command is something else."""
+# What a process that has ended has besides.
+_ENDED = {"_child_created": False, "_communication_started": False, "_waitpid_lock": Lock(), "universal_newlines": None}
+# Programs that train nothing.
+_TOOLS = ("pip", "torch", "ensurepip", "ray", "venv")
+
+
+def _program_of(command: Any) -> Launch | None:
+    """Return the Python program that a command starts, or None if it starts something else."""
     try:
-        launch = parse_command(shlex.split(command) if isinstance(command, str) else [str(word) for word in command])
+        words = shlex.split(command) if isinstance(command, str) else [os.fsdecode(word) for word in command]
+        launch = parse_command(words)
     except (InputError, ValueError, TypeError):
         return None
-    return launch if launch.launcher else None
+    python = launch.launcher or re.match(r"python[\d.]*$", os.path.basename(words[0])) or words[0].endswith(".py")
+    return launch if python and launch.program.partition(".")[0] not in _TOOLS else None
 
 
 def _spawn(place: RankPlace) -> Any:

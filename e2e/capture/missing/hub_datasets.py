@@ -152,8 +152,8 @@ _FORMS: dict[str, Form] = {
     **dict.fromkeys(
         ("common_voice", "common_voice_11_0", "common_voice_13_0", "common_voice_17_0"),
         {"client_id": Text(64), "path": Text(60), "audio": Sound(5.3, 48_000), "sentence": Text(55),
-         "up_votes": Label(1), "down_votes": Label(1), "age": Text(8), "gender": Text(6), "accent": Text(6), "locale": Text(2),
-         "segment": Text(1)},
+         "up_votes": Label(1), "down_votes": Label(1), "age": Text(8), "gender": Text(6), "accent": Text(6),
+         "locale": Text(2), "segment": Text(1)},
     ),
     "naruto-blip-captions": _IMAGE_AND_TEXT,
     "pokemon-blip-captions": _IMAGE_AND_TEXT,

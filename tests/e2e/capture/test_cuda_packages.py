@@ -206,7 +206,7 @@ def test_stand_ins_are_gone_afterwards():
 def said(code: str) -> str | None:
     try:
         exec(compile(code, "train.py", "exec"), {})
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         return missing_package(error, traceback.extract_tb(error.__traceback__))
     return None
 
@@ -219,6 +219,10 @@ def said(code: str) -> str | None:
             "import strange_cuda_ops",
             "put a strange_cuda_ops.py with these functions, written with torch, on PYTHONPATH",
         ),
+        (
+            "try: import strange_cuda_ops\nexcept ImportError as error: raise RuntimeError('a part failed') from error",
+            "train.py:1: imports strange_cuda_ops, which is not installed here",
+        ),
         ("import unsloth", "train.py:1: imports unsloth, which is not predicted: it rewrites models"),
         ("import liger_kernel", "needs no GPU: pip install --no-deps liger-kernel"),
         ("from flash_attn import nothing", "train.py:1: imports nothing of flash_attn, which the stand-in"),
@@ -226,7 +230,11 @@ def said(code: str) -> str | None:
     ],
 )
 def test_other_packages_are_named_with_what_to_do(told: list[str], code: str, line: str):
-    if find_spec(code.split()[1].partition(".")[0]) is not None and "flash_attn" not in code:
+    if (
+        code.startswith("import")
+        and find_spec(code.split()[1].partition(".")[0]) is not None
+        and "flash_attn" not in code
+    ):
         pytest.skip("it is installed")
     found = said(code)
     assert found is not None and line in found
