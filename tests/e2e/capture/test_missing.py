@@ -202,7 +202,9 @@ def test_a_published_model_has_its_number_of_parameters(name: str, millions: flo
     assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B", "openai/whisper-tiny"]
+)
 def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = published(name)
@@ -212,7 +214,7 @@ def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_pa
     plain = tokenizer("word" * 10, add_special_tokens=False)["input_ids"]
     assert len(plain) == 10 and not set(plain) & set(tokenizer.all_special_ids)
     marks = len(tokenizer("word" * 10)["input_ids"]) - 10
-    assert marks == {"bert": 2, "t5": 1}.get(config["model_type"], 0)
+    assert marks == {"bert": 2, "t5": 1, "whisper": 5}.get(config["model_type"], 0)
     assert len(tokenizer("word" * 900, truncation=True, max_length=128)["input_ids"]) == 128
     assert "assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "word"}], tokenize=False, add_generation_prompt=True
