@@ -43,15 +43,17 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None
         for module in OUTER_MODULES:
             for switch in SWITCHES:
                 if hasattr(module, switch):
-                    stack.enter_context(patch.object(module, switch, _nothing_overrides))
+                    stack.enter_context(patch.object(module, switch, _overridden))
         for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches()):
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(patch.dict(copyreg.dispatch_table, {_Device: _named}))
         yield
 
 
-def _nothing_overrides(*args: Any) -> bool:
-    return False
+def _overridden(*args: Any) -> bool:
+    """True for what stands for a tensor and is none, such as a value of ``torch.fx``; modes are not asked here."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    return any(not isinstance(each, torch.Tensor) and hasattr(type(each), "__torch_function__") for each in given)
 
 
 class _WithoutGradients:

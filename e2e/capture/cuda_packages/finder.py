@@ -212,6 +212,10 @@ def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
     return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
 
 
+def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
+    return import_module("e2e.capture.cuda_packages.mmcv").patches(module)  # type: ignore[no-any-return]
+
+
 def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
     """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
 
@@ -241,7 +245,11 @@ def cuda_packages(note: Note) -> Iterator[None]:
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
-        patches: dict[str, Patches] = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
+        patches: dict[str, Patches] = {
+            "bitsandbytes": _adapted,
+            "mmcv.utils.ext_loader": _extended,
+            "torch.utils.cpp_extension": partial(_unbuilt, note),
+        }
         with current_stream, patched_imports(patches):
             yield
     finally:

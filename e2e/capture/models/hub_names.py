@@ -94,6 +94,7 @@ _HEADS_OF_128 = {"head_dim": 128}
 _NAMES: dict[str, Config] = {
     **{name: _of(name) for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": _of("gpt2", n_layer=6),
+    "tiny-gpt2": _of("gpt2", n_layer=2, n_embd=2, n_head=2),
     "bert-base-uncased": _bert(768, 12, 12),
     "bert-base-cased": _bert(768, 12, 12, 28996),
     "bert-large-uncased": _bert(1024, 24, 16),

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from costmodel.base.errors import ModelError
 from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
+from e2e.capture.cuda_packages import mmcv
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
@@ -238,6 +240,16 @@ def test_other_packages_are_named_with_what_to_do(told: list[str], code: str, li
         pytest.skip("it is installed")
     found = said(code)
     assert found is not None and line in found
+
+
+def test_the_extension_of_mmcv(told: list[str]):
+    module = ModuleType("mmcv.utils.ext_loader")
+    module.load_ext = None  # type: ignore[attr-defined]
+    ((_, _, load),) = mmcv.patches(module)
+    extension, tensor = load("_ext", ["nms"]), torch.empty(8, device="meta")
+    assert extension.sigmoid_focal_loss_forward(tensor, tensor, tensor, tensor, gamma=2.0) is None
+    with pytest.raises(ModelError, match="mmcv.ops: nms is not stood in for"):
+        extension.nms(tensor, tensor, iou_threshold=0.5)
 
 
 def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):
