@@ -276,8 +276,9 @@ def _shape(value: Any) -> Any:
     return type(value).__name__
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Exception], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or the error of a program that it
+    starts, and does not return.
 
     ``scratch``: folder for files that the program must not find later.
     """
@@ -342,7 +343,14 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
 
-        stack.enter_context(started_programs(place, lambda inner: _start(inner, hub)))
+        def start(inner: Launch) -> None:
+            try:
+                with reporting(inner.title):
+                    _start(inner, hub)
+            except (ModelError, InputError) as error:
+                answer(error)  # what has started it might go on without it
+
+        stack.enter_context(started_programs(place, start))
         with reporting(launch.title):  # before the job is taken down
             _start(launch, hub)
             finder.at_end()
@@ -400,6 +408,8 @@ def main(job_file: str, answer_file: str) -> None:
     process = os.getpid()
 
     def answer(found: object) -> NoReturn:
+        if isinstance(found, Exception):
+            found = (InputError if isinstance(found, InputError) else ModelError)(str(found))
         if os.getpid() == process:
             with open(answer_file, "wb") as file:
                 pickle.dump(found, file)
@@ -410,4 +420,4 @@ def main(job_file: str, answer_file: str) -> None:
     try:
         run_program(job, Path(job_file).parent, answer)
     except (ModelError, InputError) as error:
-        answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
+        answer(error)

@@ -247,7 +247,12 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": {"see_memory_usage": _ignore},
     "deepspeed.runtime.zero": {"ZeroOptimizer": ZeroOptimizer},
-    "deepspeed.runtime.zero.partition_parameters": {**_ZERO, "ZeroParamStatus": ModuleType},
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": ModuleType,
+        "zero_wrapper_for_fp_tensor_constructor": lambda function, *args, **kwargs: function,
+        "_orig_torch_arange": torch.arange,
+    },
     "deepspeed.utils": _UTILS,
     "deepspeed.zero": _ZERO,
 }

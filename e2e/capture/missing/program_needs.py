@@ -35,8 +35,8 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
         stack.enter_context(made_up_datasets(made_up, note))
         if made_up:
             stack.enter_context(made_up_images(folder / "images", note))
-            for each in (made_up_arrays, made_up_shards, made_up_sounds):
-                stack.enter_context(each(note))
+            for made_up_data in (made_up_arrays, made_up_shards, made_up_sounds):
+                stack.enter_context(made_up_data(note))
             stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
         yield hub
 

@@ -148,6 +148,8 @@ after = lambda: None
     found = captured(tmp_path, program, "python train.py", 2)
     assert found.multiplicity == {0: 2}
     assert names(found.traces[0])["c10d::allreduce_"] == 1
+    with pytest.raises(ModelError, match="train.py: the program ended before its first step: status 3"):
+        captured(tmp_path, program.replace("after = ", "sys.exit(3) # "), "python train.py", 2)
     if launcher:
         with pytest.raises(ModelError, match="starts 2 processes of train.py: give --gpus 2"):
             captured(tmp_path, program, "python train.py", 4)
