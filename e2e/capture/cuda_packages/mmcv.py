@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from e2e.capture.cuda_packages.finder import refuse
+from costmodel.base.errors import ModelError
 from e2e.capture.cuda_packages.kernels import OPERATORS
 
 # Functions that write the last of their tensors from the others.
@@ -29,7 +29,7 @@ class Extension:
             if self.built is not None and written.device.type == "cpu":
                 return getattr(self.built, name)(*args, **kwargs)
             if name not in _ONE_PASS:
-                return refuse(f"mmcv.ops: {name}")
+                raise ModelError(f"mmcv.ops: {name} is not stood in for: its kernels are not known here; leave it out")
             OPERATORS.one_pass(f"mmcv::{name}", read, [written])
             return None
 

@@ -100,9 +100,14 @@ _NAMES: dict[str, Config] = {
     "bert-large-uncased": _bert(1024, 24, 16),
     "bert-large-cased": _bert(1024, 24, 16, 28996),
     "bert-base-multilingual-cased": _bert(768, 12, 12, 119547),
-    "all-minilm-l6-v2": {**_bert(384, 6, 12), "intermediate_size": 1536},
-    "minilm-l12-h384-uncased": {**_bert(384, 12, 12), "intermediate_size": 1536},
-    **dict.fromkeys(("bge-small-en-v1.5", "e5-small-v2"), {**_bert(384, 12, 12), "intermediate_size": 1536}),
+    **dict.fromkeys(
+        ("all-minilm-l6-v2", "paraphrase-minilm-l6-v2", "multi-qa-minilm-l6-cos-v1"),
+        {**_bert(384, 6, 12), "intermediate_size": 1536},
+    ),
+    **dict.fromkeys(
+        ("all-minilm-l12-v2", "minilm-l12-h384-uncased", "bge-small-en-v1.5", "e5-small-v2"),
+        {**_bert(384, 12, 12), "intermediate_size": 1536},
+    ),
     **dict.fromkeys(("bge-base-en-v1.5", "e5-base-v2"), _bert(768, 12, 12)),
     **dict.fromkeys(("bge-large-en-v1.5", "e5-large-v2"), _bert(1024, 24, 16)),
     "distilbert-base-uncased": {"model_type": "distilbert"},
@@ -112,8 +117,10 @@ _NAMES: dict[str, Config] = {
     "distilroberta-base": _roberta(768, 6, 12),
     "xlm-roberta-base": _roberta(768, 12, 12, 250002, "xlm-roberta"),
     "xlm-roberta-large": _roberta(1024, 24, 16, 250002, "xlm-roberta"),
-    "mpnet-base": {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
-    "all-mpnet-base-v2": {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
+    **dict.fromkeys(
+        ("mpnet-base", "all-mpnet-base-v2", "paraphrase-mpnet-base-v2", "multi-qa-mpnet-base-dot-v1"),
+        {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
+    ),
     "albert-base-v2": {
         "model_type": "albert", "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072,
     },
