@@ -74,13 +74,11 @@ def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterato
             begin(process, args, *more, **options)
             return
         vars(process).update(args=args, pid=0, returncode=0, stdin=None, stdout=None, stderr=None, **_ENDED)
-        given, own = options.get("env") or {}, place.environment()
+        given, own = dict(options.get("env") or os.environ), place.environment()
         if not launch.launcher and given.get("LOCAL_RANK", own["LOCAL_RANK"]) != own["LOCAL_RANK"]:
             return  # another rank
         count = launch.gpus or int(given.get("WORLD_SIZE", place.world_size))
-        go_on(
-            launch, count, {**{name: value for name, value in given.items() if name not in own}, **launch.environment}
-        )
+        go_on(launch, count, {**given, **launch.environment, **(own if "RANK" in given else {})}, options.get("cwd"))
 
     def go_on(launch: Launch, count: int, environment: Mapping[str, str], folder: Any = None) -> None:
         if count != place.world_size:

@@ -134,12 +134,12 @@ import subprocess, sys
 if sys.argv[1:] != ["--rank"]:
     assert subprocess.check_output([sys.executable, "-c", "print(3)"]) == b"3\\n"
     for rank in range({1 if launcher else 2}):
-        environment = {{**os.environ, "LOCAL_RANK": str(rank), "MINE": "1"}}
-        started = subprocess.Popen([sys.executable, {launcher} "train.py", "--rank"], env=environment)
+        os.environ |= {{"LOCAL_RANK": str(rank), "MINE": "1"}}
+        started = subprocess.Popen([sys.executable, {launcher} "train.py", "--rank"])
         assert started.wait() == 0
     raise SystemExit(0)
-assert os.environ["MINE"] == "1"
 dist.init_process_group("nccl")
+assert os.environ["MINE"] == "1" and os.environ["LOCAL_RANK"] == str(torch.cuda.current_device())
 dist.new_group(backend="gloo").monitored_barrier()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
 optimizer = torch.optim.SGD(model.parameters())
