@@ -39,7 +39,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
-from e2e.capture.distributed.rank_processes import spawned_ranks
+from e2e.capture.distributed.rank_processes import spawned_ranks, started_programs
 from e2e.capture.distributed.rank_work import work_of
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.environment import DEFAULT_STREAM
@@ -320,8 +320,17 @@ def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shape, value))
+    return type(value).__name__
+
+
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Exception], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or the error of a program that it
+    starts, and does not return.
 
     ``scratch``: folder for files that the program must not find later.
     """
@@ -380,6 +389,15 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
+
+        def start(inner: Launch) -> None:
+            try:
+                with reporting(inner.title):
+                    _start(inner, hub)
+            except (ModelError, InputError) as error:
+                answer(error)  # what has started it might go on without it
+
+        stack.enter_context(started_programs(place, start))
         with reporting(launch.title):  # before the job is taken down
             _start(launch, hub)
             finder.at_end()
@@ -437,6 +455,8 @@ def main(job_file: str, answer_file: str) -> None:
     process = os.getpid()
 
     def answer(found: object) -> NoReturn:
+        if isinstance(found, Exception):
+            found = (InputError if isinstance(found, InputError) else ModelError)(str(found))
         if os.getpid() == process:
             with open(answer_file, "wb") as file:
                 pickle.dump(found, file)
@@ -447,4 +467,4 @@ def main(job_file: str, answer_file: str) -> None:
     try:
         run_program(job, Path(job_file).parent, answer)
     except (ModelError, InputError) as error:
-        answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
+        answer(error)
