@@ -320,14 +320,6 @@ def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_shape, value))
-    return type(value).__name__
-
-
 def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Exception], NoReturn]) -> None:
     """Run the program of ``job`` in this process; ``answer`` is called with its step, or the error of a program that it
     starts, and does not return.
