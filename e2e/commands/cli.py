@@ -1,4 +1,4 @@
-"""``python -m e2e predict | serve | sweep | shard | doctor``.
+"""``python -m e2e predict | serve | plan serve | sweep | shard | doctor``.
 
 Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid user input (one line on standard error), 3 a
 predicted step may not fit the memory of its GPUs, 4 it or a served model does not fit, 130 stopped with Ctrl-C, 143
@@ -13,6 +13,7 @@ import sys
 import typer
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeat_options, version_command
+from e2e.commands.plan_command import plan_serve_command
 from e2e.commands.predict_command import JsonOption, predict_command
 from e2e.commands.serve_command import serve_command
 from e2e.commands.shard_command import shard_command
@@ -46,6 +47,10 @@ def with_command(words: list[str]) -> list[str]:
 
 app.command("predict")(guarded()(predict_command))
 app.command("serve")(guarded()(serve_command))
+plan = typer.Typer(help="The cheapest hardware for a task.", no_args_is_help=True)
+plan.callback()(lambda: None)
+plan.command("serve")(guarded("stopped; what is above was done")(plan_serve_command))
+app.add_typer(plan, name="plan")
 app.command("sweep")(guarded("stopped; results so far are kept")(sweep_command))
 app.command("shard")(guarded()(shard_command))
 

@@ -23,6 +23,7 @@ from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
+    from e2e.serving.serving_plan import PlanProgress, ServingPlan
     from e2e.serving.serving_result import ServingResult
     from e2e.sources.requests import Request
     from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
@@ -163,6 +164,35 @@ def serve(
 
         write_serving_page(found, result, Path(report))
     return result
+
+
+def plan_serve(
+    model: str | None = None, *, report: PathLike | None = None, progress: PlanProgress | None = None, **options: Any
+) -> ServingPlan:
+    """Find the cheapest way to serve a language model within latency targets; ``python -m e2e plan serve``.
+
+    ``options``: those of the command line, the fields of :class:`e2e.PlanRequest` (``gpus_of`` for ``--gpus-of``).
+    ``report``: file of the page to write. ``progress``: called with (deployments done, all, text of the newest).
+
+    Returns all settings, the cheapest first, with ``best`` and ``frontier``; Ctrl-C keeps those that are done
+    (``stopped``). Raises ``InputError`` for options that contradict each other and for unknown names, ``MachineError``
+    for an unknown GPU, ``ShortageError`` if the model fits none of the GPUs.
+
+    >>> plan = plan_serve("llama-3.2-1b", gpus_of="l4", gpus="1", concurrency=8, tpot="40ms", workers=1)
+    >>> plan.best.copies
+    1
+    """
+    from e2e.serving.serving_plan import plan_serving
+    from e2e.serving.serving_request import PlanRequest
+
+    request = PlanRequest(model=model, **options)
+    check_outputs({"--report": report}, {"--model-config": request.model_config})
+    plan = plan_serving(request, progress or (lambda done, count, text: None))
+    if report is not None:
+        from e2e.serving.plan_report import write_plan_page
+
+        write_plan_page(plan, Path(report))
+    return plan
 
 
 def sweep(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
 from itertools import takewhile
@@ -58,6 +58,11 @@ def write_trace(
     ``critical``: the path of the explained step, which gets a track. Raises :class:`OutputError` if the file cannot be
     written.
     """
+    write_events(path, trace_events(graph, timeline, critical, iteration))
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """Write Chrome trace JSON of ``events``, compressed if ``path`` ends in ``.gz``; ``OutputError`` on failure."""
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     try:
         with whole_file(path) as file, ExitStack() as stack:
@@ -69,7 +74,7 @@ def write_trace(
                 sink = file
             sink.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
             separator = ""
-            for event in trace_events(graph, timeline, critical, iteration):
+            for event in events:
                 sink.write(f"{separator}{encode(event)}".encode())
                 separator = ",\n"
             sink.write(b"\n]}\n")

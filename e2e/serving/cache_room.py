@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from costmodel.base.units import format_quantity
 from e2e.serving.deployment import Deployment
 
 # What an engine's process takes beside weights and cache: CUDA context and code, communicators, graphs of all captured
@@ -34,9 +33,8 @@ class CacheRoom:
         gpu = deployment.cluster.machine.name
         return (
             f"{deployment.model.name}: does not fit {deployment.parallel.gpus} x {gpu} with the cache of a request of "
-            f"{longest} tokens: {format_quantity(missing, 'B', 3)} a GPU are missing (weights "
-            f"{format_quantity(self.weight_bytes, 'B', 3)}, usable {format_quantity(self.usable_bytes, 'B', 3)}); "
-            "give more --gpus, fewer bits with --precision, or a larger GPU"
+            f"{longest:,} tokens: {missing / 1e9:.3g} GB a GPU are missing (weights {self.weight_bytes / 1e9:.3g} GB, "
+            f"usable {self.usable_bytes / 1e9:.3g} GB); give more --gpus, fewer bits with --precision, or a larger GPU"
         )
 
 

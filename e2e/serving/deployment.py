@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from costmodel.machines.cluster import Cluster
+from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from costmodel.operators.layers import STORED_BITS
 from e2e.serving.engines import Engine
-from e2e.serving.served_model import LatentAttention, ServedModel, SoftmaxAttention
+from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
 from e2e.serving.speculation import Speculation
+from e2e.step.options import Precision
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
 WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
@@ -31,8 +33,14 @@ class ServingPrecision:
     kv: str = "bf16"
 
 
-def read_precision(text: str, model: ServedModel) -> ServingPrecision:
-    """Precision of ``weights=fp8,experts=mxfp4,activations=fp8,kv=fp8``; what is left out is as ``model`` is stored."""
+def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPrecision:
+    """Precision of ``weights=fp8,experts=mxfp4,activations=fp8,kv=fp8``; what is left out is as ``model`` is stored.
+
+    A GPU without arithmetic in 8 bits multiplies weights of 8 bits with 16-bit activations.
+    """
+    if text and "=" not in text:
+        of = "is a recipe of training" if text in get_args(Precision) else "says not of what"
+        raise InputError(f"--precision {text}: {of}; write such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8")
     asked = _pairs("--precision", text, tuple(each.name for each in fields(ServingPrecision)))
     for key, value in asked.items():
         value = _OTHER_NAMES.get(value, value)
@@ -42,10 +50,14 @@ def read_precision(text: str, model: ServedModel) -> ServingPrecision:
         asked[key] = value
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
-    eight = any(each.startswith("fp8") for each in (weights, experts))
-    return ServingPrecision(
-        weights, experts, asked.get("activations", "fp8" if eight else "bf16"), asked.get("kv", "bf16")
-    )
+    able = "float8" in machine.compute
+    if asked.get("activations") == "fp8" and not able:
+        raise InputError(
+            f"--precision activations=fp8: {machine.name} has no arithmetic in FP8; write activations=bf16"
+        )
+    eight = able and any(each.startswith("fp8") for each in (weights, experts))
+    activations = asked.get("activations", "fp8" if eight else "bf16")
+    return ServingPrecision(weights, experts, activations, asked.get("kv", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,48 @@ def read_parallel(text: str, gpus: int) -> ServingParallel:
     found = ServingParallel(
         numbers.get("tp", max(gpus // pp, 1)), pp, numbers.get("ep", 1), numbers.get("dp-attention", 1)
     )
-    for key, value in (("ep", found.ep), ("dp-attention", found.attention_dp)):
-        if found.tp % value:
-            raise InputError(f"--parallel {key}={value}: must divide tp={found.tp}")
+    for key, ranks in (("ep", found.ep), ("dp-attention", found.attention_dp)):
+        if found.tp % ranks:
+            raise InputError(f"--parallel {key}={ranks}: must divide tp={found.tp}")
     if gpus % found.gpus:
         raise InputError(f"--parallel {text}: needs {found.gpus} GPUs a copy, which do not divide --gpus {gpus}")
     return found
+
+
+@dataclass(frozen=True)
+class Disaggregation:
+    """Copies of a model that compute prompts and copies that decode, each with its own parallelism."""
+
+    prefill: int
+    decode: int
+    prefill_parallel: ServingParallel
+    decode_parallel: ServingParallel
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all copies."""
+        return self.prefill * self.prefill_parallel.gpus + self.decode * self.decode_parallel.gpus
+
+
+def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
+    """Copies of ``prefill=2,decode=6,prefill-tp=4,decode-tp=8``; those without a ``tp`` of their own are as
+    ``parallel``.
+    """
+    keys, sides = ("tp", "pp", "ep", "dp-attention"), ("prefill", "decode")
+    asked = _pairs("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in keys)))
+    counts, ways = [], []
+    for side in sides:
+        count = whole_number(asked.get(side, ""))
+        if not count:
+            raise InputError(f"--disaggregate {text}: write how many copies do what, as prefill=2,decode=6")
+        own = {key: asked[f"{side}-{key}"] for key in keys if f"{side}-{key}" in asked}
+        counts.append(count)
+        if own:
+            size = (whole_number(own.setdefault("tp", str(parallel.tp))) or 1) * (whole_number(own.get("pp", "1")) or 1)
+            ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size))
+        else:
+            ways.append(parallel)
+    return Disaggregation(counts[0], counts[1], ways[0], ways[1])
 
 
 def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
@@ -116,7 +164,8 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    routing: ExpertRouting
+    # ``None``: every token draws its experts, all equally likely.
+    routing: ExpertRouting | None
     speculation: Speculation | None = None
 
     @property
@@ -139,6 +188,13 @@ class Deployment:
                     f"--parallel tp={self.parallel.tp}: {each} heads of attention do not divide by "
                     f"{self.parallel.attention_tp} ranks"
                 )
+        for layer, _ in self.model.layers:
+            if isinstance(layer.block, Experts) and layer.block.count % self.parallel.ep:
+                raise InputError(
+                    f"--parallel ep={self.parallel.ep}: {layer.block.count} experts do not divide by so many ranks"
+                )
+        if self.model.depth < self.parallel.pp:
+            raise InputError(f"--parallel pp={self.parallel.pp}: {self.model.name} has {self.model.depth} layers")
 
     def weight_bytes(self) -> float:
         """Bytes of weights on the fullest rank."""
@@ -149,8 +205,6 @@ class Deployment:
             mixer = layer.mixer.parameters(self.model.hidden) / parallel.attention_tp
             found += count * mixer * WEIGHT_BITS[precision.weights] / 8
         hidden = self.model.hidden
-        from e2e.serving.served_model import Experts
-
         for layer, count in self.model.layers:
             block = layer.block
             if isinstance(block, Experts):

@@ -5,17 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
 from e2e.serving.schedule import Scheduler, ServedSequence
 from e2e.serving.workload import Workload
-
-# ``round-robin``: one after the other; ``least-loaded``: where the fewest requests are; ``prefix``: equal beginnings of
-# prompts to the same replica.
-Router = Literal["round-robin", "least-loaded", "prefix"]
-ROUTERS: tuple[Router, ...] = get_args(Router)
 
 
 @dataclass(frozen=True)
@@ -29,9 +23,13 @@ class Decoders:
 
 
 def serve_workload(
-    load: Workload, replicas: Sequence[Scheduler], router: Router = "round-robin", decoders: Decoders | None = None
+    load: Workload, replicas: Sequence[Scheduler], router: str = "round-robin", decoders: Decoders | None = None
 ) -> None:
-    """Serve all requests of ``load``; the replicas write what clients see into their :class:`ServedRun`."""
+    """Serve all requests of ``load``; the replicas write what clients see into their :class:`ServedRun`.
+
+    ``router``: ``round-robin``, one after the other; ``least-loaded``, where the fewest requests are; ``prefix``, equal
+    beginnings of prompts to the same replica.
+    """
     numbers = np.arange(load.count)
     if decoders is not None or router == "least-loaded":
         _serve(load, numbers, load.concurrency, replicas, decoders)
@@ -110,5 +108,5 @@ def _sequence(load: Workload, number: int, prompt: int, left: int) -> ServedSequ
         prompt,
         left,
         0 if load.priorities is None else int(load.priorities[number]),
-        () if load.prefixes is None else load.prefixes[number],
+        () if load.prefixes is None else load.prefixes[number][: prompt // load.prefix_block],
     )

@@ -22,10 +22,11 @@ import numpy as np
 
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import read_text
-from e2e.serving.serving_request import MOST_REQUESTS, MOST_TOKENS
+from e2e.serving.serving_request import MOST_REQUESTS
 from e2e.serving.workload import Workload
 
 MOONCAKE_BLOCK = 512
+_MOST_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,11 @@ def _row(path: Path, number: int, cells: dict[str, Any], names: Iterable[str], s
     for name in counts:
         try:
             value = float(cells[name])
-            if not (value == int(value) and 0 <= value <= MOST_TOKENS):
+            if not (value == int(value) and 0 <= value <= _MOST_TOKENS):
                 raise ValueError
         except (ValueError, TypeError, OverflowError):
             raise InputError(
-                f"{path}, line {number}: {name} {cells[name]!r} is no number of tokens to {MOST_TOKENS:,}; correct it"
+                f"{path}, line {number}: {name} {cells[name]!r} is no number of tokens to {_MOST_TOKENS:,}; correct it"
             ) from None
         found.append(int(value))
     return _Row(when, max(found[0], 1), found[1])

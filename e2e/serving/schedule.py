@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,22 @@ _GROWTH = 0.1
 _RESERVED, _LEAST_RESERVED, _FALLING_STEPS, _RETRACT_STEPS, _CLIP = 0.7, 0.7 * 0.14, 600, 20, 4096
 
 
+# Steps that a run keeps for its timeline.
+MOST_LOGGED = 2000
+
+
+class LoggedStep(NamedTuple):
+    """``repeats`` equal steps of ``seconds`` from ``start`` on: ``sequences`` after ``context`` tokens, ``prompts``."""
+
+    start: float
+    seconds: float
+    repeats: int
+    sequences: int
+    context: float
+    prompts: tuple[Prompt, ...]
+    replica: int
+
+
 @dataclass
 class ServedRun:
     """What clients saw: arrays over the requests, in seconds since the start."""
@@ -34,9 +51,9 @@ class ServedRun:
     # Seconds between tokens of one sequence, and how many tokens came after that time.
     gaps: list[float] = field(default_factory=list)
     gap_tokens: list[float] = field(default_factory=list)
-    # Seconds in which the engine computed, added up over replicas; the most tokens that one replica's cache held, and
+    # Seconds in which each replica computed; the most tokens that one replica's cache held, and
     # tokens held x seconds.
-    busy: float = 0.0
+    busy_seconds: list[float] = field(default_factory=list)
     most_cached: float = 0.0
     cached_seconds: float = 0.0
     preempted: int = 0
@@ -44,6 +61,13 @@ class ServedRun:
     # Tokens of prompts, and those of them that were in the prefix cache.
     prompt_tokens: int = 0
     prefix_hits: int = 0
+    # The first steps of all replicas.
+    log: list[LoggedStep] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which replicas computed, added up."""
+        return sum(self.busy_seconds)
 
     @classmethod
     def of(cls, count: int) -> ServedRun:
@@ -78,6 +102,8 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
+        self.number = len(run.busy_seconds)
+        run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
@@ -245,7 +271,10 @@ class Scheduler:
         """One step with ``prompts``, beside the decoding sequences unless the engine runs prompts alone."""
         running = 0 if self.engine.schedule == "prefill-first" else len(self.running)
         context = self._context() if running else 0.0
-        seconds = self.price.step_seconds(running, context, [Prompt(taken, each.done) for each, taken in prompts])
+        asked = [Prompt(taken, each.done) for each, taken in prompts]
+        seconds = self.price.step_seconds(running, context, asked)
+        if len(self.run.log) < MOST_LOGGED:
+            self.run.log.append(LoggedStep(self.now, seconds, 1, running, context, tuple(asked), self.number))
         self._advance(seconds)
         if self.running:
             self.pause += seconds
@@ -289,6 +318,8 @@ class Scheduler:
         seconds = self.price.step_seconds(running, context + (steps - 1) * self.yielded / 2)
         if self.now + steps * seconds > until:
             steps = max(min(steps, int((until - self.now) / seconds) + 1), 1)
+        if len(self.run.log) < MOST_LOGGED:
+            self.run.log.append(LoggedStep(self.now, seconds, steps, running, context, (), self.number))
         if self.pause:
             self.pause += seconds
             self._tokens(1)
@@ -303,7 +334,7 @@ class Scheduler:
     def _advance(self, seconds: float) -> None:
         run, cached = self.run, self.cached()
         self.now += seconds
-        run.busy += seconds
+        run.busy_seconds[self.number] += seconds
         run.cached_seconds += cached * seconds
         if cached > run.most_cached:
             run.most_cached = cached

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import MOST_COUNT, check_count, parse_quantity, whole_number
+from costmodel.base.units import check_count, parse_quantity, whole_number
 from e2e.step.option_fields import Options, option, options_of
 from e2e.step.options import parse_routing
 
 MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The engine", "The load"
-# Most requests of a run, which bounds its time and memory; most tokens of a prompt or an output; fastest arrivals.
-MOST_REQUESTS, MOST_TOKENS, FASTEST_RATE = 1_000_000, 10_000_000, 1e6
+# Most requests of a run, which bounds its time and memory.
+MOST_REQUESTS = 1_000_000
+
+# Routers of e2e.serving.replicas.
+ROUTERS = ("round-robin", "least-loaded", "prefix")
 
 
 def seconds_of(name: str, value: str | float) -> float:
@@ -40,13 +43,9 @@ def _requests(value: int | str | Path) -> int | Path:
     number = whole_number(value) if isinstance(value, str) else value
     if number is None or isinstance(number, Path):
         return Path(value)  # type: ignore[arg-type]
-    return _count("requests", number, MOST_REQUESTS)
-
-
-def _count(name: str, number: int, most: int = MOST_COUNT) -> int:
-    check_count(name, number)
-    if number > most:
-        raise InputError(f"--{name} {number}: must be at most {most:,}")
+    check_count("requests", number)
+    if number > MOST_REQUESTS:
+        raise InputError(f"--requests {number}: must be at most {MOST_REQUESTS:,}")
     return number
 
 
@@ -59,8 +58,8 @@ def _number(name: str, value: float, least: float, most: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingRequest(Options):
-    """A language model on GPUs, and the requests that it serves; by the names of the command line."""
+class ServedLoad(Options):
+    """A language model, the requests that it serves, and latency targets."""
 
     model: str | None = option(
         "Language model: llama-3.1-8b, qwen3-235b, deepseek-r1 ... or its name on the Hugging Face hub.",
@@ -73,10 +72,52 @@ class ServingRequest(Options):
         "Number types, such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8; default: as the model is stored.",
         default="", panel=MODEL_PANEL,
     )  # fmt: skip
+    input_length: int = option("Tokens of the longest prompt.", default=1024, least=1, panel=LOAD_PANEL)
+    output_length: int = option("Tokens of the longest output.", default=256, least=1, panel=LOAD_PANEL)
+    shortest_length: float = option(
+        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
+    )
+    concurrency: int | None = option(
+        "Users that each send a request after the answer to the one before; default: 1.",
+        default=None, least=1, panel=LOAD_PANEL,
+    )  # fmt: skip
+    rate: float | None = option(
+        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
+    )
+    ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms.")
+    tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.model_config is None):
+            raise InputError("give --model NAME or --model-config FILE, one of them")
+        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
+        if self.rate is not None:
+            _number("rate", self.rate, 1e-6, 1e6)
+            if self.concurrency is not None:
+                raise InputError(
+                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Options that differ from their defaults, as JSON has them."""
+        own = options_of(type(self))
+        return {
+            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
+            for name, value in self.given_values().items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRequest(ServedLoad):
+    """A language model on GPUs, and the requests that it serves; by the names of the command line."""
+
     routing: str = option(
         "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
     )
-    gpu: str = option("GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", panel=GPU_PANEL)
+    gpu: str = option(
+        "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default="", panel=GPU_PANEL
+    )
     gpus: int = option("Number of GPUs of one copy of the model.", default=1, least=1, panel=GPU_PANEL)
     parallel: str = option(
         "How the GPUs share the model: tp=8,ep=8,dp-attention=8,pp=1; default: tp over all GPUs.",
@@ -89,40 +130,38 @@ class ServingRequest(Options):
         "Values of the engine: token-budget=2048,sequences=256,memory-share=0.95,server=50ms ... (docs/serving.md).",
         default="", panel=ENGINE_PANEL,
     )  # fmt: skip
-    input_length: int = option("Tokens of the longest prompt.", default=1024, panel=LOAD_PANEL)
-    output_length: int = option("Tokens of the longest output.", default=256, panel=LOAD_PANEL)
-    shortest_length: float = option(
-        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
-    )
-    concurrency: int | None = option(
-        "Users that each send a request after the answer to the one before; default: 1.", default=None, panel=LOAD_PANEL
-    )
-    rate: float | None = option(
-        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
-    )
+    speculate: str = option(
+        "Speculative decoding: tokens=3,acceptance=0.7, and draft=MODEL unless the model predicts them itself.",
+        default="", panel=ENGINE_PANEL,
+    )  # fmt: skip
+    replicas: int = option("Copies of all that --gpus says, behind a router.", default=1, least=1, panel=GPU_PANEL)
+    router: str = option(f"Who serves a request: {', '.join(ROUTERS)}.", default=ROUTERS[0], panel=GPU_PANEL)
+    disaggregate: str = option(
+        "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... where they differ.",
+        default="", panel=GPU_PANEL,
+    )  # fmt: skip
     requests: int | Path | None = option(
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
         "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
     )  # fmt: skip
+    prefix_length: int | None = option(
+        "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL
+    )
+    prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
+    prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
     duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
-    ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms: adds goodput.")
-    tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms: adds goodput.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.model is None) == (self.model_config is None):
-            raise InputError("give --model NAME or --model-config FILE, one of them")
-        for name in ("input_length", "output_length"):
-            _count(name.replace("_", "-"), getattr(self, name), MOST_TOKENS)
-        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
-        if self.concurrency is not None:
-            _count("concurrency", self.concurrency, MOST_REQUESTS)
-        if self.rate is not None:
-            _number("rate", self.rate, 1e-6, FASTEST_RATE)
-            if self.concurrency is not None:
-                raise InputError(
-                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
-                )
+        if not self.gpu:
+            raise InputError("give --gpu NAME; `python -m costmodel machines` lists all")
+        _number("prefix-share", self.prefix_share, 0.0, 1.0)
+        if self.router not in ROUTERS:
+            raise InputError(f"--router {self.router}: choose one of {', '.join(ROUTERS)}")
+        if self.disaggregate and self.replicas > 1:
+            raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
+        if self.trace is not None and self.prefix_length:
+            raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
         if self.requests is not None and self.duration is not None:
             raise InputError("--requests and --duration: each says when the run ends; give one")
         if self.trace is not None and self.rate is not None:
@@ -135,10 +174,32 @@ class ServingRequest(Options):
         """The file of requests, if one was given."""
         return self.requests if isinstance(self.requests, Path) else None
 
-    def to_json(self) -> dict[str, Any]:
-        """Options that differ from their defaults, as JSON has them."""
-        own = options_of(type(self))
-        return {
-            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
-            for name, value in self.given_values().items()
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ServedLoad):
+    """A model, its load and latency targets, and what there is to choose among; options of ``e2e plan serve``."""
+
+    gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", default="", panel=GPU_PANEL)
+    gpus: str = option("Numbers of GPUs that one copy may have.", default="1,2,4,8", panel=GPU_PANEL)
+    engine: str = option("Engines to choose among, such as vllm,sglang,trtllm=1.1.", default="vllm", panel=ENGINE_PANEL)
+    price: str | None = option(
+        "Dollars per GPU and hour, or a YAML file with those of each GPU; default: the fewest GPUs are the cheapest.",
+        default=None, panel=GPU_PANEL,
+    )  # fmt: skip
+    probability: float = option(
+        "How sure it must be that the means hold the targets: from the intervals.", default=0.9, panel=LOAD_PANEL
+    )
+    workers: int | None = option("Processes; default: the cores of this process.", default=None, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gpus_of:
+            raise InputError("give --gpus-of NAMES, such as h100-sxm,l40s; `python -m costmodel machines` lists all")
+        if self.concurrency is None and self.rate is None:
+            raise InputError("give --concurrency USERS or --rate REQUESTS_PER_SECOND")
+        _number("probability", self.probability, 0.5, 0.999)
+
+    def served(self, **changes: Any) -> ServingRequest:
+        """A request of ``serve`` with the same model and lengths."""
+        same = ("model", "model_config", "input_length", "output_length", "shortest_length")
+        return ServingRequest(**{name: getattr(self, name) for name in same} | changes)

@@ -12,6 +12,7 @@ import numpy as np
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
+from costmodel.machines.machine_records import Machine
 from e2e.serving.serving_answer import ServingAnswer
 from e2e.serving.step_price import Prompt
 from e2e.serving.step_work import Work
@@ -19,8 +20,6 @@ from e2e.serving.workload import weighted_quantiles
 
 # Share of measured runs that an interval is meant to hold.
 PROBABILITY = 0.8
-# Factors by which means of whole runs differ from the steps' kernels, of an engine whose version has none.
-_BAND_TPOT, _BAND_TTFT = 1.25, 1.5
 # A cache that is this full on average, while requests wait, is what limits.
 _FULL = 0.85
 # The wait for the first token grows by this factor from the second to the last third of an overloaded run.
@@ -57,7 +56,7 @@ class StepFigures:
     limits: Mapping[str, float]
     # Share of the GPU's time in kernels whose price is measured, fitted to measurements, or analytic.
     sources: Mapping[str, float]
-    # Share of the memory's bandwidth and of the arithmetic peak in 16 bits that the GPU reaches (MFU).
+    # Share of the memory's bandwidth and of the datasheet's arithmetic that the GPU reaches (MFU).
     bandwidth_share: float
     arithmetic_share: float
     # Factors of the GPU's time within which it lies.
@@ -104,6 +103,10 @@ class ServingResult:
     prefill_step: StepFigures
     # Share of the GPU's time in kernels from tables, fitted to tables, and by physics alone.
     coverage: Mapping[str, float]
+    # Share of the tokens of prompts that were in the prefix cache; None where no prompts begin alike.
+    prefix_hit_rate: float | None
+    # Relative error of the steps' tabulated times against times priced step by step: median and largest of some.
+    step_table_error: tuple[float, float]
     # What was assumed.
     notes: Sequence[str]
 
@@ -120,25 +123,24 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
     several = load.outputs > 1
     seconds = float(run.last.max() - run.sent.min()) + answer.deployment.engine.server
     decode, prefill = decode_figures(answer), prefill_figures(answer)
-    prefill_share, decode_share = _work_shares(answer, decode)
-    limits = _limits(decode, prefill, decode_share, prefill_share)
-    occupied, most = _occupancy(answer)
+    # Shares of the engine's time in the work of single tokens and of prompts.
+    decoding = min(run.steps * decode.seconds / max(run.busy, 1e-12), 1.0)
+    work = ((decode, decoding), (prefill, 1 - decoding))
+    limits, coverage = _limits(work), _coverage(work)
+    room = max(answer.room.tokens, 1)
+    occupied = min(run.cached_seconds / max(run.busy, 1e-12) / room, 1.0)
     overloaded = _overloaded(answer, ttft)
-    waits = overloaded or (load.arrivals is None and _decoding(answer) < 0.9 * load.concurrency)
-    bound = "cache" if occupied > _FULL and waits else max(limits, key=lambda name: limits[name])
+    running = float((run.last - run.first).sum()) / max(float(run.last.max() - run.first.min()), 1e-12)
+    waits = overloaded or (load.arrivals is None and running < 0.9 * load.concurrency)
+    bound = "cache" if occupied > _FULL and waits else next(iter(limits))
     tpot_spread = _spread(tpot[several] if several.any() else np.zeros(1))
     tokens = float(load.outputs.sum()) / seconds
-    gpus = request.gpus
-    bands = _bands(answer)
-    per_token = _interval(tpot_spread.mean, decode, bands[0])
-    first = _interval(float(ttft.mean()), prefill, bands[1])
+    gpus, error = answer.gpus, answer.table_error()
+    first, per_token = latency_intervals(answer, decode, prefill)
     faster, slower = ((first[end] + (load.outputs.mean() - 1) * per_token[end]) / whole.mean() for end in (0, 1))
     follows = load.arrivals is None or overloaded
-    met = _goodput(answer, ttft, tpot)
-    coverage: dict[str, float] = defaultdict(float)
-    for step, share in ((decode, decode_share), (prefill, prefill_share)):
-        for source, part in step.sources.items():
-            coverage[source] += part * share
+    met = float(((ttft <= (request.ttft or math.inf)) & (tpot <= (request.tpot or math.inf))).mean())
+    goodput = {"share": met, "requests_per_second": met * load.count / seconds}
     return ServingResult(
         request=request.to_json(),
         engine=answer.deployment.engine.title + (f" {answer.deployment.engine.version}".rstrip()),
@@ -157,17 +159,20 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
         requests_per_second=load.count / seconds,
         requests=load.count,
         seconds=seconds,
-        goodput=None if met is None else {"share": met, "requests_per_second": met * load.count / seconds},
+        goodput=None if request.ttft is None and request.tpot is None else goodput,
         bound=bound,
         bound_shares=limits,
         overloaded=overloaded,
         cache={
-            "tokens": answer.room.tokens, "used_share": occupied, "most_used_share": most, "preempted": run.preempted,
+            "tokens": answer.room.tokens, "used_share": occupied,
+            "most_used_share": min(max(run.most_cached / room, occupied), 1.0), "preempted": run.preempted,
         },
         memory=answer.room.memory(),
         decode_step=decode,
         prefill_step=prefill,
-        coverage=dict(coverage),
+        coverage=coverage,
+        prefix_hit_rate=run.prefix_hits / run.prompt_tokens if load.prefixes is not None else None,
+        step_table_error=(error.median, error.largest),
         notes=_notes(answer, coverage.get("analytic", 0.0), overloaded),
     )  # fmt: skip
 
@@ -182,20 +187,13 @@ def _gaps(gaps: Sequence[float], weights: Sequence[float]) -> Spread:
     return Spread(float(np.average(gaps, weights=weights)), *weighted_quantiles(gaps, weights, (0.5, 0.9, 0.99)))
 
 
-def _decoding(answer: ServingAnswer) -> float:
-    """Mean number of sequences that decode at once, over the time in which any does."""
-    run = answer.run
-    span = float(run.last.max() - run.first.min())
-    return float((run.last - run.first).sum()) / span if span > 0 else 1.0
-
-
 def decode_figures(answer: ServingAnswer) -> StepFigures:
     """The typical decoding step: as many sequences, after as many tokens, as a step has on average."""
     load, run = answer.workload, answer.run
     weights = np.maximum(run.last - run.first, 1e-12)
     context = round(float(np.average(load.inputs + load.outputs / 2, weights=weights)))
-    steps = max(run.steps, 1)
-    sequences = max(round(min(float((load.outputs - 1).sum()) / steps, answer.deployment.engine.sequences)), 1)
+    tokens = float((load.outputs - 1).sum()) / answer.price.tokens_per_step / max(run.steps, 1)
+    sequences = max(round(min(tokens, answer.deployment.engine.sequences)), 1)
     return _figures(answer, sequences, context, 0)
 
 
@@ -206,21 +204,17 @@ def prefill_figures(answer: ServingAnswer) -> StepFigures:
 
 
 def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -> StepFigures:
-    price, work = answer.price, answer.price.work
+    price = answer.price
     prompts: list[Prompt] = []
     if tokens:
         each = max(int(min(answer.workload.inputs.mean(), tokens)), 1)
         prompts = [Prompt(each)] * max(tokens // each, 1)
         tokens = each * len(prompts)
-        listed = [*work.rows(tokens, len(prompts)), *work.prompts(len(prompts), each, 0)]
-    else:
-        listed = [*work.rows(sequences, sequences), *work.decoding(sequences, context)]
-    found = price.estimates(listed)
+    found = price.estimates(price.listed(sequences, context, prompts))
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
     machine = answer.deployment.cluster.machine
-    peak = dense_peak(machine, "bfloat16") or dense_peak(machine, "float16") or math.inf
-    flops = sum(each.count * float(getattr(_plain(each), "flops", 0)) for each, _ in found)
+    arithmetic = sum(each.count * _least_seconds(each, machine) for each, _ in found)
     moved = sum(each.count * _bytes(each) for each, _ in found)
     return StepFigures(
         sequences, context, tokens, device + host, device, host,
@@ -228,22 +222,24 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -
         limits=_by(found, _limit),
         sources={name: value / device for name, value in _by(found, lambda each, estimate: estimate.source).items()},
         bandwidth_share=moved / device / dram_bandwidth(machine),
-        arithmetic_share=flops / device / peak,
+        arithmetic_share=arithmetic / device,
         **dict(zip(("lower", "upper"), _factors(found, device), strict=True)),
     )  # fmt: skip
 
 
-def _plain(each: Work) -> Any:
-    return getattr(each.operator, "layer", each.operator)
-
-
 def _bytes(each: Work) -> float:
-    operator = _plain(each)
-    return float(getattr(operator, "read_bytes", 0)) + float(getattr(operator, "write_bytes", 0))
+    return float(getattr(each.operator, "read_bytes", 0)) + float(getattr(each.operator, "write_bytes", 0))
+
+
+def _least_seconds(each: Work, machine: Machine) -> float:
+    """Seconds of the arithmetic at the datasheet's rate of the operator's number type."""
+    operator = each.operator
+    peak = dense_peak(machine, getattr(operator, "dtype", "")) or dense_peak(machine, "bfloat16") or math.inf
+    return float(getattr(operator, "flops", 0)) / peak
 
 
 def _limit(each: Work, estimate: Estimate) -> str:
-    if each.part in ("all-reduce", "all-to-all") or not hasattr(_plain(each), "flops"):
+    if each.part in ("all-reduce", "all-to-all") or not hasattr(each.operator, "flops"):
         return "interconnect"
     return _LIMITS.get(estimate.bound, "memory bandwidth" if estimate.memory_bound else "kernel latency")
 
@@ -265,10 +261,15 @@ def _factors(found: Iterable[tuple[Work, Estimate]], device: float) -> tuple[flo
     return 1 - math.hypot(*below.values()) / device, 1 + math.hypot(*above.values()) / device
 
 
-def _bands(answer: ServingAnswer) -> tuple[float, float]:
-    """Factors of TPOT and TTFT between whole runs and their kernels, of the engine's version."""
-    engine = answer.deployment.engine
-    return getattr(engine, "band_tpot", _BAND_TPOT), getattr(engine, "band_ttft", _BAND_TTFT)
+def latency_intervals(
+    answer: ServingAnswer, decode: StepFigures | None = None, prefill: StepFigures | None = None
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where the mean time to the first token, and that per output token, lie with :data:`PROBABILITY`."""
+    engine, outputs = answer.deployment.engine, answer.workload.outputs
+    several = answer.tpot_seconds[outputs > 1]
+    mean = float(several.mean()) if several.size else 0.0
+    per_token = _interval(mean, decode or decode_figures(answer), engine.band_tpot)
+    return _interval(float(answer.ttft_seconds.mean()), prefill or prefill_figures(answer), engine.band_ttft), per_token
 
 
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:
@@ -281,29 +282,21 @@ def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float
     )
 
 
-def _work_shares(answer: ServingAnswer, decode: StepFigures) -> tuple[float, float]:
-    """Shares of the engine's time in the work of prompts and of single tokens."""
-    busy = max(answer.run.busy, 1e-12)
-    decoding = min(answer.run.steps * decode.seconds / busy, 1.0)
-    return 1 - decoding, decoding
-
-
-def _limits(decode: StepFigures, prefill: StepFigures, decoding: float, prompts: float) -> dict[str, float]:
+def _limits(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
+    """Share of the time of each limit, the largest first."""
     sums: dict[str, float] = defaultdict(float)
-    for step, share in ((decode, decoding), (prefill, prompts)):
-        for name, seconds in step.limits.items():
+    for step, share in work:
+        for name, seconds in [*step.limits.items(), ("host", step.host_seconds)]:
             sums[name] += share * seconds / step.seconds
-        sums["host"] += share * step.host_seconds / step.seconds
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def _occupancy(answer: ServingAnswer) -> tuple[float, float]:
-    """Shares of the cache in use: on average, and at most."""
-    run, room = answer.run, max(answer.room.tokens, 1)
-    held = (answer.workload.inputs + answer.workload.outputs / 2) * (run.last - run.first)
-    span = max(float(run.last.max() - run.sent.min()), 1e-12)
-    used = getattr(run, "cached_seconds", 0.0) / max(run.busy, 1e-12) or float(held.sum()) / span
-    return min(used / room, 1.0), min(max(run.most_cached, used) / room, 1.0)
+def _coverage(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for step, share in work:
+        for name, part in step.sources.items():
+            sums[name] += share * part
+    return dict(sums)
 
 
 def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
@@ -312,14 +305,6 @@ def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
         return False
     middle, last = (float(each.mean()) for each in np.array_split(ttft, 3)[1:])
     return last > _GROWS * middle and last > 3 * float(np.quantile(ttft, 0.02))
-
-
-def _goodput(answer: ServingAnswer, ttft: np.ndarray, tpot: np.ndarray) -> float | None:
-    request = answer.request
-    if request.ttft is None and request.tpot is None:
-        return None
-    met = (ttft <= (request.ttft or math.inf)) & (tpot <= (request.tpot or math.inf))
-    return float(met.mean())
 
 
 def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str]:
@@ -333,6 +318,13 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         found.append(
             f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION"
         )
+    if request.disaggregate:
+        # Copies that decode are the first.
+        split, spent = answer.split, answer.run.busy_seconds
+        span = float(answer.run.last.max())
+        decoding = sum(spent[: split.decode]) / split.decode / span
+        prompts = sum(spent[split.decode :]) / split.prefill / span
+        found.append(f"copies for prompts compute {prompts:.0%} of the time, those for decoding {decoding:.0%}")
     if deployment.model.expert_parameters and deployment.routing is None:
         found.append("tokens choose experts at random, all equally likely (--routing)")
     if request.concurrency is None and request.rate is None and request.trace is None:
@@ -343,7 +335,6 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         )
     if overloaded:
         found.append("overloaded: more requests arrive than are served, so latencies grow with the length of the run")
-    most = max(answer.workload.concurrency, 0)
-    if most > engine.sequences:
+    if answer.workload.concurrency > engine.sequences:
         found.append(f"{engine.title} runs {engine.sequences} sequences at once; the others wait")
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.serving.deployment import Deployment
+from e2e.serving.engines import Engine
 from e2e.serving.step_work import StepWork, Work
 
 # Rows for which steps are priced; between them time is interpolated.
@@ -52,6 +55,13 @@ class StepPrice:
         draft, self._verified = deployment.draft, 1 + getattr(deployment.speculation, "tokens", 0)
         self._draft = StepPrice(draft) if draft else None
 
+    def with_engine(self, engine: Engine) -> StepPrice:
+        """The same kernels, whose tables are shared, with other host times and limits of the engine."""
+        found = copy.copy(self)
+        found.engine = engine
+        found.deployment = replace(self.deployment, engine=engine)
+        return found
+
     @property
     def tokens_per_step(self) -> float:
         """Tokens that a decoding sequence gets in one step."""
@@ -86,6 +96,19 @@ class StepPrice:
             found += (self._verified - 2) * self._draft.device_seconds(sequences, context) if sequences else 0.0
         return found
 
+    def listed(self, sequences: int, context: int, prompts: Sequence[Prompt] = ()) -> list[Work]:
+        """Work of the GPU in a step whose prompts are cut as they are, that of the draft model included."""
+        tokens = sequences * self._verified + sum(each.queries for each in prompts)
+        found = list(self.work.rows(tokens, min(tokens, 256)))
+        if sequences:
+            found += self.work.decoding(sequences, context, self._verified)
+        for each, count in Counter(prompts).items():
+            found += self.work.prompts(count, each.queries, each.prior)
+        if self._draft:
+            found += self._draft.listed(sequences, context, prompts)
+            found += (self._verified - 2) * self._draft.listed(sequences, context) if sequences else []
+        return found
+
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         """Seconds of everything but attention for ``rows`` tokens."""
         place = bisect.bisect_left(_ROWS, rows)
@@ -99,8 +122,16 @@ class StepPrice:
 
     def _at_rows(self, rows: int) -> float:
         if rows not in self._rows:
-            self._rows[rows] = self.priced(self.work.rows(rows, min(rows, 256)))
+            most = max(self.engine.token_budget, rows)
+            near = _SMALL if rows <= _SMALL[-1] else [each for each in _LARGE if each <= most]
+            self._fill(self._rows, {each: self.work.rows(each, min(each, 256)) for each in near})
         return self._rows[rows]
+
+    def _fill(self, table: dict[Any, float], work: Mapping[Any, Iterable[Work]]) -> None:
+        """Price a part of a table at once: one call for many kernels is far faster than one for each."""
+        listed = {key: list(each) for key, each in work.items()}
+        self._learn([each.operator for parts in listed.values() for each in parts])
+        table.update((key, self.priced(parts)) for key, parts in listed.items())
 
     def decoding_seconds(self, sequences: int, context: float) -> float:
         """Seconds of the attention of ``sequences`` single tokens."""
@@ -121,7 +152,9 @@ class StepPrice:
     def _at(self, sequences: int, context: int) -> float:
         key = (sequences, context)
         if key not in self._decoding:
-            self._decoding[key] = self.priced(self.work.decoding(sequences, context, self._verified))
+            counts = {sequences, *(each for each in _SEQUENCES if each <= max(self.engine.sequences, sequences))}
+            work = {(each, context): self.work.decoding(each, context, self._verified) for each in counts}
+            self._fill(self._decoding, work)
         return self._decoding[key]
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
@@ -129,9 +162,13 @@ class StepPrice:
         count = len(prompts)
         queries = max(sum(each.queries for each in prompts) // count, 1)
         prior = sum(each.prior for each in prompts) // count
-        at = (_SEQUENCES[bisect.bisect_left(_SEQUENCES, count)], _near(queries), _near(prior) if prior else 0)
+        nearest = _SEQUENCES[min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)]
+        at = (nearest, _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
-            self._prompts[at] = self.priced(self.work.prompts(*at))
+            near = {at[1], *(_near(round(at[1] * 2 ** (step / 8))) for step in range(-4, 5) if not at[2])}
+            most = max(self.engine.token_budget, at[0] * at[1])
+            asked = [(each, length, at[2]) for each in _SEQUENCES for length in near if each * length <= most]
+            self._fill(self._prompts, {each: self.work.prompts(*each) for each in {at, *asked}})
         pairs = sum(each.queries * (each.prior + each.queries / 2) for each in prompts)
         return self._prompts[at] * pairs / (at[0] * at[1] * (at[2] + at[1] / 2))
 
@@ -147,19 +184,21 @@ class StepPrice:
         return dict(found)
 
     def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
-        """Each of ``work`` with the estimate of its operator."""
+        """Each of ``work`` with the estimate of its operator, at the clock that all of it together allows."""
         listed = list(work)
         self._learn([each.operator for each in listed])
-        return [(each, self._known[each.operator]) for each in listed]
+        kernels = [each for each in listed if not isinstance(each.operator, CollectiveTransfer)]
+        counts = [max(round(each.count), 1) for each in kernels]
+        settled = self._kernels.settle([self._known[each.operator] for each in kernels], counts)
+        clocked = dict(zip(kernels, settled, strict=True))
+        return [(each, clocked.get(each, self._known[each.operator])) for each in listed]
 
     def _learn(self, operators: Sequence[object]) -> None:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
-        for each, estimate in zip(transfers, self._collectives.estimate(transfers), strict=True):
-            self._known[each] = estimate
+        self._known |= dict(zip(transfers, self._collectives.estimate(transfers), strict=True))
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
-        for each, estimate in zip(kernels, self._kernels.estimate(kernels), strict=True):
-            self._known[each] = estimate
+        self._known |= dict(zip(kernels, self._kernels.estimate(kernels), strict=True))
 
 
 class _ExactPrice(StepPrice):
@@ -167,6 +206,10 @@ class _ExactPrice(StepPrice):
 
     def __init__(self, price: StepPrice) -> None:
         self.__dict__.update(price.__dict__)
+
+    def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
+        """Price the kernels of all ``steps`` at once."""
+        self._learn([work.operator for each in steps for work in self.listed(*each)])
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         if graph and rows <= self.engine.graph_sequences:
@@ -195,12 +238,13 @@ def table_error(
     """Error over drawn steps of 1 to ``sequences`` sequences with ``contexts``, every third one beside a part of a
     ``prompt``.
     """
-    exact, drawn = _ExactPrice(price), np.random.default_rng(5)
-    found = []
+    exact, drawn, asked = _ExactPrice(price), np.random.default_rng(5), []
     for each in range(steps):
-        asked = int(drawn.integers(1, sequences + 1)), float(drawn.integers(contexts[0], contexts[1] + 1))
-        prompts = [Prompt(int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)))] if each % 3 == 2 else []
-        found.append(abs(price.step_seconds(*asked, prompts) / exact.step_seconds(*asked, prompts) - 1))
+        step = int(drawn.integers(1, sequences + 1)), int(drawn.integers(contexts[0], contexts[1] + 1))
+        tokens = int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)) if each % 3 == 2 else 0
+        asked.append((*step, [Prompt(tokens)] if tokens else []))
+    exact.prepare(asked)
+    found = [abs(price.step_seconds(*each) / exact.step_seconds(*each) - 1) for each in asked]
     return TableError(float(np.median(found)), max(found), steps)
 
 

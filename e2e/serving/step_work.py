@@ -207,13 +207,15 @@ class StepWork:
                 heads = mixer.heads // tp
                 seen = min(context, mixer.selected) if mixer.selected else context
                 yield Work(Gemm(heads, own * queries, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
-                yield Work(
-                    Attention(own, heads, queries, max(seen, queries + 1), mixer.kv_rank + mixer.rope_dim, 1, True, _HALF,
-                              kernel="mla", value_dim=mixer.kv_rank, paged=True), count, "attention",
-                )  # fmt: skip
+                width = mixer.kv_rank + mixer.rope_dim
+                latent = Attention(own, heads, queries, max(seen, queries + 1), width, 1, True, _HALF, kernel="mla",
+                                   value_dim=mixer.kv_rank, paged=True)  # fmt: skip
+                yield Work(latent, count, "attention")
                 yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if mixer.selected:
-                    yield Work(Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer")
+                    yield Work(
+                        Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer"
+                    )
             else:
                 yield from self._linear_mixer(mixer, own, queries, count)
 
@@ -228,10 +230,10 @@ class StepWork:
                 heads = mixer.heads // tp
                 wide = heads * (mixer.nope_dim + mixer.value_dim)
                 yield Work(self._product(batch * (queries + prior), wide, mixer.kv_rank), count, "attention products")
-                yield Work(
-                    Attention(batch, heads, queries, queries + prior, mixer.nope_dim + mixer.rope_dim, heads, True, _HALF,
-                              kernel=self._kernel(), value_dim=mixer.value_dim), count, "attention",
-                )  # fmt: skip
+                width = mixer.nope_dim + mixer.rope_dim
+                prefill = Attention(batch, heads, queries, queries + prior, width, heads, True, _HALF,
+                                    kernel=self._kernel(), value_dim=mixer.value_dim)  # fmt: skip
+                yield Work(prefill, count, "attention")
             else:
                 yield from self._linear_mixer(mixer, batch, queries, count)
 

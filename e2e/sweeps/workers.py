@@ -59,30 +59,33 @@ class LocalWorkers:
 
 
 def each_in_processes(
-    function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
+    function: Callable[[Task], Answer],
+    tasks: Mapping[int, Task],
+    count: int,
+    prepare: Callable[[int], None] = prepare_worker,
 ) -> Iterator[tuple[int, Answer]]:
     """Compute ``function`` of every task in ``count`` processes; yield (place of the task, result) as they finish.
 
-    A task whose process dies has no result.
+    A task whose process dies has no result. ``prepare``: what each process does first.
     """
     left = dict(tasks)
     if not left:
         return
-    for place, answer in _in_processes(function, dict(left), count):
+    for place, answer in _in_processes(function, dict(left), count, prepare):
         del left[place]
         yield place, answer
     # A worker died and took the others with it. The remaining tasks run one by one, to find the faulty one.
     for place, task in left.items():
-        yield from _in_processes(function, {place: task}, 1)
+        yield from _in_processes(function, {place: task}, 1, prepare)
 
 
 def _in_processes(
-    function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
+    function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int, prepare: Callable[[int], None]
 ) -> Iterator[tuple[int, Answer]]:
     """Yield results as they finish; tasks lost with a dead process have none."""
     # Forked processes would inherit PyTorch's locks and threads.
     context, processes = get_context("spawn"), min(count, len(tasks))
-    pool = ProcessPoolExecutor(processes, context, initializer=prepare_worker, initargs=(os.getpid(),))
+    pool = ProcessPoolExecutor(processes, context, initializer=prepare, initargs=(os.getpid(),))
     try:
         with _without_main(), interrupts_held():  # all processes start with the first tasks
             places = {pool.submit(function, task): place for place, task in tasks.items()}

@@ -1,0 +1,167 @@
+"""Fit of the host times of serving engines to whole measured rows: seconds per step, per sequence of a step, and of the
+server before the first token (``e2e/serving/engines.yaml``); nothing per model or GPU.
+
+The time per token of a row is nearly linear in the first two: three answers per row (as shipped, one with more seconds
+per step, one with more per sequence) give the line, and every choice of constants is judged by it. Groups of rows
+(GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are fitted to the other groups
+of its engine; of an engine with one group, to those of the other engines.
+
+    python -m lab.fit.engines --data DATA    # prints the constants, with and without each group, and the bands
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from costmodel.base.errors import ProjectError
+from lab.command_line import program, run, with_progress
+from lab.data.data_folder import data_folder
+from lab.validate.serving import MeasuredServing, predicted, read_silicon
+
+STEPS = tuple(each * 1e-4 for each in (0, 2, 4, 6, 8, 10, 12, 15, 20, 25, 30))
+SEQUENCES = tuple(each * 1e-6 for each in (0, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60))
+SERVERS = tuple(each * 5e-3 for each in range(61))
+_MORE_STEP, _MORE_SEQUENCE = 1e-3, 20e-6
+# Share of the errors between the ends of a band.
+_HELD = 0.8
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Constants of an engine in seconds."""
+
+    step: float
+    sequence: float
+    server: float
+
+
+@dataclass(frozen=True)
+class RowLine:
+    """Predicted seconds of a row as a line in the constants: without them, and per second of each."""
+
+    row: MeasuredServing
+    token: float
+    per_step: float
+    per_sequence: float
+    first: float
+
+    def tpot(self, times: HostTimes) -> float:
+        """Seconds per token with ``times``."""
+        return self.token + self.per_step * times.step + self.per_sequence * times.sequence
+
+    def errors(self, times: HostTimes) -> tuple[float, float]:
+        """Logarithms of predicted over measured time per token, and to the first token."""
+        measured = self.row.measured
+        return (
+            float(np.log(self.tpot(times) / measured["tpot"])),
+            float(np.log((self.first + times.server) / measured["ttft"])),
+        )
+
+
+def row_line(row: MeasuredServing) -> RowLine | None:
+    """The line of one row; ``None`` if it cannot be answered."""
+
+    def answer(step: float, sequence: float) -> tuple[float, float]:
+        options = f"step={step:.9f} s,sequence={sequence:.9f} s,server=0 s"
+        values, _ = predicted(replace(row, request=replace(row.request, engine_options=options)))
+        return values["tpot"], values["ttft"]
+
+    try:
+        token, first = answer(0.0, 0.0)
+        per_step = (answer(_MORE_STEP, 0.0)[0] - token) / _MORE_STEP
+        per_sequence = (answer(0.0, _MORE_SEQUENCE)[0] - token) / _MORE_SEQUENCE
+    except ProjectError:
+        return None
+    return RowLine(row, token, per_step, per_sequence, first)
+
+
+def fitted(lines: Sequence[RowLine]) -> HostTimes:
+    """Constants with the least mean absolute error of ``lines``, every group weighing the same."""
+    weights = _weights(lines)
+    measured = np.array([each.row.measured["tpot"] for each in lines])
+    token, per_step, per_sequence = (
+        np.array([getattr(each, name) for each in lines]) for name in ("token", "per_step", "per_sequence")
+    )
+
+    def loss(step: float, sequence: float) -> float:
+        found = np.abs(np.log((token + per_step * step + per_sequence * sequence) / measured))
+        return float((weights * found).sum())
+
+    step, sequence = min(((a, b) for a in STEPS for b in SEQUENCES), key=lambda each: loss(*each))
+    first, seen = (
+        np.array(each) for each in zip(*((line.first, line.row.measured["ttft"]) for line in lines), strict=True)
+    )
+    server = min(SERVERS, key=lambda each: float((weights * np.abs(np.log((first + each) / seen))).sum()))
+    return HostTimes(step, sequence, server)
+
+
+def _weights(lines: Sequence[RowLine]) -> np.ndarray:
+    groups = [each.row.group for each in lines]
+    return np.array([1 / groups.count(each) for each in groups])
+
+
+def left_out(lines: Sequence[RowLine]) -> dict[str, HostTimes]:
+    """For each group, the constants fitted without it."""
+    found = {}
+    for group in dict.fromkeys(each.row.group for each in lines):
+        engine = group.split("/")[1]
+        others = [each for each in lines if each.row.group != group]
+        same = [each for each in others if each.row.group.split("/")[1] == engine]
+        found[group] = fitted(same or others)
+    return found
+
+
+def band(errors: Iterable[float]) -> tuple[float, float]:
+    """Factors of a prediction between which 80 % of the measured values lie."""
+    low, high = np.quantile(-np.asarray(list(errors)), [(1 - _HELD) / 2, (1 + _HELD) / 2])
+    return float(np.exp(low)), float(np.exp(high))
+
+
+def _told(name: str, errors: Sequence[tuple[float, float]]) -> str:
+    tpot, ttft = (np.abs(np.exp([each[place] for each in errors]) - 1) * 100 for place in (0, 1))
+    return (
+        f"{name}: TPOT {np.median(tpot):.1f} / {np.quantile(tpot, 0.9):.1f}, "
+        f"TTFT {np.median(ttft):.1f} / {np.quantile(ttft, 0.9):.1f} % ({len(errors)} rows)"
+    )
+
+
+def fit_command(
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements.")] = None,
+    only: Annotated[str, typer.Option(help="Groups (GPU/engine/model) that contain this.")] = "",
+) -> None:
+    """Fit the host times of serving engines and print them."""
+    rows = [each for each in read_silicon(data_folder(data)) if each.counts and only in each.group]
+    lines = [line for row in with_progress(rows, lambda row: row.name) if (line := row_line(row)) is not None]
+    by_engine: Mapping[str, list[RowLine]] = {
+        engine: [each for each in lines if each.row.request.engine == engine]
+        for engine in sorted({each.row.request.engine for each in lines})
+    }
+    for engine, found in by_engine.items():
+        times = fitted(found)
+        print(f"{engine}: {times}  {_told('fitted', [each.errors(times) for each in found])}")
+    everything = []
+    for group, times in left_out(lines).items():
+        errors = [each.errors(times) for each in lines if each.row.group == group]
+        everything += errors
+        print(f"left out {group}: {times}  {_told('unseen', errors)}")
+    print(_told("all left out", everything))
+    print(f"bands: TPOT {band(each[0] for each in everything)}, TTFT {band(each[1] for each in everything)}")
+
+
+app = program(fit_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run(app, "lab.fit.engines", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

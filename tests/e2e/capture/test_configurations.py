@@ -1,0 +1,81 @@
+"""Configurations by name: the defaults of the library, sizes of published models, how weights are stored."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from costmodel.base.errors import InputError
+from e2e.capture.models.configurations import DEFAULTS, PRESETS, served, with_defaults
+from e2e.serving.served_model import served_model
+
+# Layers with windows or linear attention, which the library lists one by one.
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "qwen3_next": 4, "qwen3_5_moe_text": 4}
+
+
+@pytest.mark.parametrize("kind", sorted(DEFAULTS))
+def test_defaults_are_those_of_the_library(kind: str):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = dict(DEFAULTS[kind])
+    period = own.pop("sliding_window_pattern", None) or own.pop("full_attention_interval", None)
+    known = CONFIG_MAPPING[kind]
+    assert own == {name: getattr(known, name) for name in own} and period == PATTERNS.get(kind)
+    if period:
+        kinds = known(num_hidden_layers=2 * period).layer_types
+        assert [each == "full_attention" for each in kinds] == 2 * [*(period - 1) * [False], True]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "stored"),
+    [
+        ("llama-3.1-8b", 8.03, ("", "")),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03, ("", "")),
+        ("llama-3.3-70b", 70.6, ("", "")),
+        ("meta-llama/Meta-Llama-3.1-405B-Instruct-FP8", 405.9, ("fp8", "fp8")),
+        ("qwen3-32b", 32.8, ("", "")),
+        ("qwen3-235b", 235.1, ("", "")),
+        ("Qwen/Qwen3-235B-A22B-FP8", 235.1, ("fp8-block", "fp8-block")),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 30.5, ("", "")),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", 7.62, ("int4", "int4")),
+        ("qwen3-next-80b", 79.6, ("", "")),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", 140.6, ("", "")),
+        ("gpt-oss-120b", 116.8, ("", "mxfp4")),
+        ("deepseek-ai/DeepSeek-R1", 671.0, ("fp8-block", "fp8-block")),
+        ("nvidia/DeepSeek-R1-FP4", 671.0, ("nvfp4", "nvfp4")),
+        ("moonshotai/Kimi-K2-Instruct", 1026.4, ("fp8-block", "fp8-block")),
+        ("kimi-k2.5", 1026.4, ("", "int4")),
+        ("zai-org/GLM-4.5-Air", 103.5, ("", "")),
+        ("glm-5", 743.9, ("", "")),
+        ("MiniMaxAI/MiniMax-M2.5", 228.7, ("fp8-block", "fp8-block")),
+        ("google/gemma-3-27b-it", 27.0, ("", "")),
+        ("microsoft/phi-4", 14.7, ("", "")),
+    ],
+)
+def test_published_models(name: str, billions: float, stored: tuple[str, str]):
+    model = served_model(served(name), name)
+    total = model.dense_parameters + model.expert_parameters + model.embedding_parameters
+    assert total / 1e9 == pytest.approx(billions, rel=0.003)
+    assert (model.stored, model.stored_experts) == stored
+
+
+def test_an_unknown_name_is_told_the_nearest():
+    with pytest.raises(InputError, match="did you mean deepseek-r1"):
+        served("deepseek-r11")
+
+
+def test_the_language_model_of_a_model_with_more_parts_has_defaults_too():
+    model = served_model(with_defaults({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}), "x")
+    assert model.depth == 26 and {layer.mixer.window for layer, _ in model.layers} == {0, 4096}  # type: ignore[union-attr]
+
+
+def test_the_road_of_serving_loads_no_torch():
+    heavy = "{'torch', 'transformers', 'matplotlib', 'pandas'}"
+    code = f"import sys, e2e.serving.serving_answer; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_presets_are_configurations():
+    assert all("model_type" in each for each in PRESETS.values())

@@ -1,0 +1,108 @@
+"""Plans: the cheapest way to hold latency targets."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import e2e
+from costmodel.base.errors import InputError, ShortageError
+from e2e.commands.cli import app
+from e2e.serving.plan_report import plan_record, plan_text, start_command, write_plan_page
+from e2e.serving.serving_plan import PlanRow, ServingPlan
+
+_ASKED = {"model": "llama-3.2-1b", "gpus_of": "h100-sxm,l4", "gpus": "1", "workers": 1, "output_length": 32}
+
+
+@pytest.fixture(scope="module")
+def plan() -> ServingPlan:
+    return e2e.plan_serve(**_ASKED, concurrency=300, tpot="20ms", price="2")
+
+
+def test_the_cheapest_comes_first_and_holds_the_targets(plan: ServingPlan) -> None:
+    best = plan.best
+    assert best is plan.rows[0]
+    assert best.probability >= 0.9
+    assert best.copies * best.concurrency >= 300
+    assert best.per_hour == 2 * best.total_gpus
+    assert [row.cost for row in plan.rows] == sorted(row.cost for row in plan.rows)
+    assert {row.precision for row in plan.rows} == {"", "weights=fp8,kv=fp8"}
+
+
+def test_nothing_surpasses_the_frontier(plan: ServingPlan) -> None:
+    front = plan.frontier
+    for row in plan.rows:
+        assert not any(
+            row.tokens_per_second_per_user > each.tokens_per_second_per_user
+            and row.output_tokens_per_second_per_gpu > each.output_tokens_per_second_per_gpu
+            for each in front
+        )
+
+
+def test_a_tighter_target_costs_more(plan: ServingPlan) -> None:
+    tight = e2e.plan_serve(**_ASKED, concurrency=300, tpot="4ms", price="2")
+    assert tight.best is None or tight.best.cost >= plan.best.cost
+    assert e2e.plan_serve(**_ASKED | {"gpus_of": "l4"}, concurrency=3, tpot="1us").best is None
+
+
+def test_copies_follow_from_the_rate() -> None:
+    one, many = (e2e.plan_serve(**_ASKED | {"gpus_of": "l4"}, rate=rate, ttft="1s") for rate in (1.0, 100.0))
+    assert one.best.copies == 1 < many.best.copies
+    assert many.best.rate == pytest.approx(100 / many.best.copies)
+
+
+def test_the_answer_of_a_setting_is_that_of_serve(plan: ServingPlan) -> None:
+    row = next(row for row in plan.rows if row.concurrency == 8 and row.gpu == "h100-sxm" and not row.precision)
+    served = e2e.serve("llama-3.2-1b", gpu="h100-sxm", concurrency=8, output_length=32)
+    assert row.tpot_seconds == pytest.approx(served.tpot_seconds.mean)
+    assert row.ttft_seconds == pytest.approx(served.ttft_seconds.mean)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", ("vllm serve llama-3.2-1b", "--data-parallel-size 2", "--max-num-seqs 7", "--kv-cache-dtype fp8")),
+        ("sglang", ("--enable-dp-attention", "--max-running-requests 7", "--quantization fp8")),
+        ("trtllm", ("--tp_size 4", "--max_batch_size 7", "enable_attention_dp: true; kv_cache_config: {dtype: fp8}")),
+    ],
+)
+def test_flags_start_the_setting(plan: ServingPlan, engine: str, words: tuple[str, ...]) -> None:
+    row = PlanRow("h100-sxm", 4, engine, "tp=4,dp-attention=2", "weights=fp8,kv=fp8", 7, 0.1, 0.01, 1.0, 1.0, 1.0, 1.0)
+    command = start_command(plan, row)
+    for each in words:
+        assert each in command
+
+
+def test_reports_say_the_same(plan: ServingPlan, tmp_path: Path) -> None:
+    text, record = plan_text(plan), plan_record(plan)
+    assert record["best"]["command"] in text
+    json.dumps(record, allow_nan=False)
+    write_plan_page(plan, tmp_path / "plan.html")
+    assert "Throughput per GPU" in (tmp_path / "plan.html").read_text()
+
+
+def test_what_cannot_be_is_told_in_one_line() -> None:
+    with pytest.raises(InputError, match="give --concurrency USERS or --rate"):
+        e2e.plan_serve(**_ASKED)
+    with pytest.raises(InputError, match="--probability 1.5"):
+        e2e.plan_serve(**_ASKED, rate=1.0, probability=1.5)
+    with pytest.raises(ShortageError, match="does not fit"):
+        e2e.plan_serve("llama-3.1-70b", gpus_of="l4", gpus="1", rate=1.0, precision="weights=bf16")
+    ran = CliRunner().invoke(
+        app, ["plan", "serve", "--model", "llama-3.2-1b", "--gpus-of", "l4", "--rate", "1", "--gpus", "x"]
+    )
+    assert ran.exit_code == 2
+
+
+def test_ctrl_c_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(done: int, count: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    found = e2e.plan_serve(**_ASKED, concurrency=8, progress=stop)
+    assert found.stopped
+    assert found.best is not None
+    assert found.best.cost < math.inf
