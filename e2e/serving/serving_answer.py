@@ -28,6 +28,8 @@ from e2e.serving.step_price import StepPrice, TableError, table_error
 from e2e.serving.workload import Workload, closed_loop, open_loop, with_prefixes
 from e2e.step.options import parse_routing
 
+_BEFORE_AMPERE = ("pascal", "volta", "turing")
+
 
 @dataclass(frozen=True)
 class ServingAnswer:
@@ -125,7 +127,8 @@ def deployment_of(request: ServingRequest) -> Deployment:
     if request.disaggregate:
         parallel = read_disaggregation(request.disaggregate, parallel).decode_parallel
     cluster = load_cluster(request.gpu, parallel.gpus)
-    cluster.machine.chip()  # no CPU
+    if cluster.machine.chip().architecture in _BEFORE_AMPERE:
+        raise InputError(f"--gpu {request.gpu}: engines' kernels are known for Ampere and later GPUs")
     deployment = Deployment(
         model,
         cluster,

@@ -12,6 +12,7 @@ import numpy as np
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
+from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import element_bytes
 from e2e.serving.deployment import WEIGHT_BITS
 from e2e.serving.serving_answer import ServingAnswer
@@ -57,7 +58,7 @@ class StepFigures:
     limits: Mapping[str, float]
     # Share of the GPU's time in kernels whose price is measured, fitted to measurements, or analytic.
     sources: Mapping[str, float]
-    # Share of the memory's bandwidth and of the arithmetic peak in 16 bits that the GPU reaches (MFU).
+    # Share of the memory's bandwidth and of the datasheet's arithmetic that the GPU reaches (MFU).
     bandwidth_share: float
     arithmetic_share: float
     # Factors of the GPU's time within which it lies.
@@ -215,8 +216,7 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
     machine = answer.deployment.cluster.machine
-    peak = dense_peak(machine, "bfloat16") or dense_peak(machine, "float16") or math.inf
-    flops = sum(each.count * float(getattr(_plain(each), "flops", 0)) for each, _ in found)
+    arithmetic = sum(each.count * _least_seconds(each, machine) for each, _ in found)
     moved = sum(each.count * _bytes(each) for each, _ in found)
     return StepFigures(
         sequences, context, tokens, device + host, device, host,
@@ -224,7 +224,7 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -
         limits=_by(found, _limit),
         sources={name: value / device for name, value in _by(found, lambda each, estimate: estimate.source).items()},
         bandwidth_share=moved / device / dram_bandwidth(machine),
-        arithmetic_share=flops / device / peak,
+        arithmetic_share=arithmetic / device,
         **dict(zip(("lower", "upper"), _factors(found, device), strict=True)),
     )  # fmt: skip
 
@@ -240,6 +240,13 @@ def _bytes(each: Work) -> float:
         weights = sum(part.active * part.n * part.k for part in each.operator.layer.products)
         moved += weights * (WEIGHT_BITS[each.operator.stored] / 8 - element_bytes(each.operator.layer.dtype))
     return moved
+
+
+def _least_seconds(each: Work, machine: Machine) -> float:
+    """Seconds of the arithmetic at the datasheet's rate of the operator's number type."""
+    operator = _plain(each)
+    peak = dense_peak(machine, getattr(operator, "dtype", "")) or dense_peak(machine, "bfloat16") or math.inf
+    return float(getattr(operator, "flops", 0)) / peak
 
 
 def _limit(each: Work, estimate: Estimate) -> str:

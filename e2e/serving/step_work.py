@@ -187,7 +187,9 @@ class StepWork:
                 )  # fmt: skip
                 yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if mixer.selected:
-                    yield Work(Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer")
+                    yield Work(
+                        Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer"
+                    )
             else:
                 yield from self._linear_mixer(mixer, own, queries, count)
 

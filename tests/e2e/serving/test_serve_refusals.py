@@ -40,6 +40,7 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "precision": "fp8-tensorwise"}, "is a recipe of training"),
         ({**BASE, "precision": "weights=fp7"}, "choose one of bf16"),
         ({**BASE, "gpu": "a100-sxm-80gb", "precision": "activations=fp8"}, "no arithmetic in FP8"),
+        ({**BASE, "gpu": "v100-sxm2-32gb"}, "Ampere and later"),
         ({**BASE, "gpus": 3}, "heads of attention do not divide"),
         ({**BASE, "gpus": 0}, "--gpus 0: must be a whole number"),
         ({**BASE, "parallel": "tp=2"}, "do not divide --gpus 1"),
