@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ def serve_workload(
     beginnings of prompts to the same replica.
     """
     numbers = np.arange(load.count)
-    if decoders is not None or router == "least-loaded":
+    few_clients = load.arrivals is None and load.concurrency < len(replicas)
+    if decoders is not None or router == "least-loaded" or few_clients:
         _serve(load, numbers, load.concurrency, replicas, decoders)
         return
     # These routers ask no replica for its state: each replica is served for itself.
@@ -41,8 +43,10 @@ def serve_workload(
     else:
         places = numbers % count
     for place, replica in enumerate(replicas):
-        clients = load.concurrency // count + (place < load.concurrency % count)
-        _serve(load, numbers[places == place], max(clients, 1), [replica], None)
+        own = numbers[places == place]
+        # Clients wait where their requests are served.
+        clients = math.ceil(load.concurrency * len(own) / load.count - place / count)
+        _serve(load, own, max(clients, 1), [replica], None)
 
 
 def _serve(
