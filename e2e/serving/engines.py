@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.units import parse_quantity
 from costmodel.machines.record_file import read_mapping
+from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.experts import ExpertKernel
 
 # ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
@@ -44,6 +45,7 @@ class Engine:
     block: int
     # Tokens that are sent to the client together.
     stream_tokens: int
+    attention: AttentionKernel
     experts: ExpertKernel
     all_reduce: str
     # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.

@@ -14,12 +14,11 @@ import numpy as np
 from costmodel.collectives import collective_cost_model
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from e2e.serving.deployment import WEIGHT_BITS, Deployment
+from e2e.serving.deployment import Deployment
 from e2e.serving.engines import Engine
-from e2e.serving.step_work import StepWork, StoredExperts, Work
+from e2e.serving.step_work import StepWork, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -47,7 +46,6 @@ class StepPrice:
         machine = deployment.cluster.machine
         self._kernels = gpu_cost_model(machine)
         self._collectives: CostModel = collective_cost_model(deployment.cluster)
-        self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
         self._rows: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
@@ -199,29 +197,8 @@ class StepPrice:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
         self._known |= dict(zip(transfers, self._collectives.estimate(transfers), strict=True))
-        experts = [each for each in new if isinstance(each, StoredExperts)]
-        for layer, estimate in zip(experts, self._kernels.estimate([each.layer for each in experts]), strict=True):
-            self._known[layer] = self._stored(layer, estimate)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         self._known |= dict(zip(kernels, self._kernels.estimate(kernels), strict=True))
-
-    def _stored(self, each: StoredExperts, plain: Estimate) -> Estimate:
-        """``plain``, the estimate of the layer in the type that it multiplies, with weights in fewer bits."""
-        bits = WEIGHT_BITS[each.stored]
-        if bits > 5:
-            return plain
-        weights = sum(part.active * part.n * part.k for part in each.layer.products)
-        saved = weights * (2 - bits / 8) / self._bandwidth
-        compute = sum(part.flops for part in each.layer.products) / 6e14
-        seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
-        ratio = seconds / plain.seconds
-        return replace(
-            plain,
-            seconds=seconds,
-            lower=min(plain.lower * ratio, seconds),
-            upper=max(plain.upper * ratio, seconds),
-            source="analytic",
-        )
 
 
 class _ExactPrice(StepPrice):
