@@ -15,8 +15,8 @@ from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.convolution import TensorConvolution, convolution_family
 from costmodel.gpu.families.family import Family, inverted_shares
-from costmodel.gpu.families.gemm import ScaledCasts, ScaledProducts, ThinProducts, gemm_family
-from costmodel.gpu.families.grouped_gemm import grouped_family
+from costmodel.gpu.families.gemm import ScaledCasts, ScaledProducts, StoredProducts, ThinProducts, gemm_family
+from costmodel.gpu.families.grouped_gemm import engine_experts, grouped_family
 from costmodel.gpu.families.linear_scans import linear_family
 from costmodel.gpu.families.lookups import LookupKernels
 from costmodel.gpu.families.memory_bound import Copies, MemoryBound, MemoryBoundOperator, Sorting, is_within_device
@@ -31,6 +31,7 @@ from costmodel.gpu.families.normalization import (
 from costmodel.gpu.fitted import (
     ANY_POWER,
     DIRECTORY,
+    ENGINES,
     SCANS,
     SERVING,
     Level,
@@ -55,6 +56,7 @@ from costmodel.operators.device_work import (
     ScaledCast,
     ScaledGemm,
     Softmax,
+    StoredGemm,
 )
 from costmodel.operators.experts import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
@@ -73,11 +75,12 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
-    engines = residuals_for(machine, directory / SERVING)
-    both = merge_transfers(levels, level_transfer(directory / SERVING))
-    families = partial(attention_family, machine=machine)
-    models[Attention] = KernelModel(machine, families, {**residuals, **engines}, both, moved)
-    experts = _Experts(machine, _experts, residuals, levels, moved)
+    served, both = dict(residuals), levels
+    for folder in (SERVING, ENGINES):
+        served |= residuals_for(machine, directory / folder)
+        both = merge_transfers(both, level_transfer(directory / folder))
+    models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), served, both, moved)
+    experts = _Experts(machine, _experts, served, both, moved)
     scaled = KernelModel(machine, partial(_always, ScaledProducts()), residuals, levels, moved)
     experts.dense = lambda each: (scaled if isinstance(each, ScaledGemm) else models[Gemm]).estimate([each])[0]
     models |= {GroupedGemm: experts, ExpertLayer: experts, ScaledGemm: scaled}
@@ -116,14 +119,15 @@ class _Products(KernelModel):
 
 
 class _Experts(_Products):
-    """Kernel model of expert products, bounded even where measured; :attr:`dense` prices dense products, which may be
-    scaled.
+    """Kernel model of expert products, bounded even where measured, but for those of engines' own tables; :attr:`dense`
+    prices dense products, which may be scaled.
     """
 
     dense: Callable[[Gemm | ScaledGemm], Estimate]
 
     def _bounded_by(self, operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
-        return _together(operator)
+        stored = isinstance(operator, ExpertLayer) and operator.kernel in engine_experts()
+        return [] if stored else _together(operator)
 
     def _dense(self, products: Sequence[Gemm | ScaledGemm]) -> Sequence[Estimate]:
         return [self.dense(each) for each in products]
@@ -208,5 +212,6 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         ((Pooling,), _IMAGES),
         ((EmbeddingLookup,), LookupKernels()),
         ((ScaledCast,), ScaledCasts()),
+        ((StoredGemm,), StoredProducts()),
         ((RadixSort,), Sorting()),
     ]

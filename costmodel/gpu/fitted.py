@@ -93,9 +93,9 @@ def nominal_features(family: Family[Any], operators: Sequence[AnyOperator], mach
 
 DIRECTORY = PACKAGED_DIRECTORY.parent / "calibration" / "gpu"
 TRANSFER = "transfer"
-# Subfolders of a folder of fitted models, with separate fits: linear attention, and operators only run by serving
-# engines.
-SCANS, SERVING = "scans", "serving"
+# Subfolders of a folder of fitted models, with separate fits: linear attention; operators only run by serving engines;
+# attention and experts as each engine runs them.
+SCANS, SERVING, ENGINES = "scans", "serving", "engines"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
 _REMEDY = "install the package again, or fit your own with `python -m costmodel fit --table`"

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from costmodel.operators.device_work import ConvolutionBackward, DeviceOperator, Gemm, ScaledGemm
+from costmodel.operators.device_work import ConvolutionBackward, DeviceOperator, Gemm, ScaledGemm, StoredGemm
 from costmodel.operators.experts import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Prologue
 from costmodel.operators.lookups import IndexStatistics, TableLookup
@@ -68,7 +68,7 @@ def _required(known: Iterable[Field[Any]]) -> Iterator[str]:
     return (item.name for item in known if item.default is MISSING and item.default_factory is MISSING)
 
 
-_PRODUCTS = (Gemm, ScaledGemm, GroupedGemm, ExpertLayer, Conv2d, ConvolutionBackward, FusedConvs, Dense)
+_PRODUCTS = (Gemm, ScaledGemm, StoredGemm, GroupedGemm, ExpertLayer, Conv2d, ConvolutionBackward, FusedConvs, Dense)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ to chunk; with a cache, one token updates the states. Kinds, and their implement
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -32,10 +32,13 @@ from costmodel.operators.lookups import Direction
 # ``flash3``: Tri Dao's second and third (the latter only for Hopper), ``flash4`` the one for datacenter Blackwell,
 # ``flash3-fp8`` the third with 8-bit operands, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent attention
 # in the latent space, whose values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's on others);
-# ``math``: separate products and softmax.
+# ``math``: separate products and softmax. The engines of ENGINES: the kernel that they select by GPU, type and phase.
 AttentionKernel = Literal[
-    "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
-]
+    "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math",
+    "vllm", "sglang", "trtllm",
+]  # fmt: skip
+# Serving engines whose kernels have tables.
+ENGINES: tuple[Literal["vllm", "sglang", "trtllm"], ...] = ("vllm", "sglang", "trtllm")
 # Position of a causal mask with more keys than queries: at the ``end`` (the last query sees all keys: tokens with a
 # cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism have queries
 # of the front and of the back, so that each computes the same share of the whole triangle).
@@ -79,6 +82,8 @@ class Attention(CountedWork):
     placed: CausalPlace = "end"
     # Lengths of the sequences packed into each row of the batch, which only see themselves; empty for one sequence.
     packed: tuple[int, ...] = ()
+    # Type of keys and values in the cache, if another than ``dtype``; no part of the text by which rows are drawn.
+    cached: str = field(default="", repr=False)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -139,7 +144,8 @@ class Attention(CountedWork):
         keys = self.batch * self.kv_heads * self.keys_seen * (scored if self.kernel == "mla" else scored + mixed)
         # Backward: output and its gradient in addition.
         own = scored if self.direction == "forward" else scored + 2 * mixed
-        return (queries * own + keys) * element_bytes(self.dtype) + self.mask_bytes
+        wide = element_bytes(self.dtype)
+        return queries * own * wide + keys * element_bytes(self.cached or self.dtype) + self.mask_bytes
 
     @property
     def write_bytes(self) -> int:

@@ -11,12 +11,13 @@ arXiv 2412.19437), ``mx`` (32 along a row: OCP Microscaling Formats 1.0).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
 from costmodel.operators.experts import ExpertLayer, GroupedGemm
-from costmodel.operators.layers import Conv2d, CountedWork, element_bytes
+from costmodel.operators.layers import Conv2d, CountedWork, element_bytes, stored_bytes
 from costmodel.operators.lookups import Direction, EmbeddingLookup
 
 SCALINGS = ("tensor", "row", "block", "mx")
@@ -57,6 +58,34 @@ class ScaledGemm(CountedWork):
     @property
     def write_bytes(self) -> int:
         return self.m * self.n * element_bytes(self.accumulates or self.output_dtype)
+
+
+@dataclass(frozen=True)
+class StoredGemm(CountedWork):
+    """Product (m, k) x (k, n) with a matrix of weights ``stored`` in fewer bits (:data:`STORED_BITS`) than the
+    operands of ``dtype`` that are multiplied: 16 bits (AWQ, GPTQ, Marlin, weight-only integers), or ``float4``, whose
+    rows are then in 4 bits too. Results have 16 bits.
+    """
+
+    m: int
+    n: int
+    k: int
+    stored: str
+    dtype: str = "bfloat16"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def read_bytes(self) -> int:
+        return math.ceil(self.n * self.k * stored_bytes(self.stored, self.dtype)) + self.m * self.k * element_bytes(
+            self.dtype
+        )
+
+    @property
+    def write_bytes(self) -> int:
+        return self.m * self.n * 2
 
 
 @dataclass(frozen=True)
@@ -454,6 +483,7 @@ DeviceOperator = (
     | GroupedGemm
     | ExpertLayer
     | ScaledGemm
+    | StoredGemm
     | ScaledCast
     | LinearAttention
     | CausalConvolution

@@ -13,20 +13,22 @@ Requests name a routing at the start of a command line: NumPy is imported only f
 
 from __future__ import annotations
 
+import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from costmodel.operators.layers import CountedWork, element_bytes
+from costmodel.operators.layers import CountedWork, element_bytes, stored_bytes
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 # Implementation: CUTLASS's grouped products (PyTorch, TensorRT-LLM; Transformer Engine's many streams come near it), or
-# the Triton kernel of vLLM and SGLang, which gathers rows itself.
-ExpertKernel = Literal["cutlass", "triton"]
+# the Triton kernel of vLLM and SGLang, which gathers rows itself. An engine's name stands for the kernels that it
+# selects by GPU, type and number of rows (Triton, CUTLASS, Marlin).
+ExpertKernel = Literal["cutlass", "triton", "vllm", "sglang", "trtllm"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,13 @@ class GroupedGemm(CountedWork):
     dtype: str = "bfloat16"
     wrt: Literal["rows", "weight"] = "rows"
     scaling: str = ""
+    # Type in which the matrices are stored if in fewer bits (STORED_BITS); no part of the text by which rows are drawn.
+    stored: str = field(default="", repr=False)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the matrices of experts with rows."""
+        return self.active * self.n * self.k * stored_bytes(self.stored, self.dtype)
 
     @property
     def rows(self) -> int:
@@ -68,7 +77,7 @@ class GroupedGemm(CountedWork):
     def read_bytes(self) -> int:
         if self.wrt == "weight":
             return self.rows * (self.n + self.k) * element_bytes(self.dtype)
-        return (self.rows * self.k + self.active * self.n * self.k) * element_bytes(self.dtype)
+        return self.rows * self.k * element_bytes(self.dtype) + math.ceil(self.weight_bytes)
 
     @property
     def write_bytes(self) -> int:
@@ -92,14 +101,16 @@ class ExpertLayer(CountedWork):
     kernel: ExpertKernel = "cutlass"
     gated: bool = True
     scaling: str = ""
+    # As in :class:`GroupedGemm`.
+    stored: str = field(default="", repr=False)
 
     @property
     def products(self) -> tuple[GroupedGemm, GroupedGemm]:
         """Both products of the layer."""
         first = self.inner * (2 if self.gated else 1)
         return (
-            GroupedGemm(self.counts, first, self.hidden, self.dtype, scaling=self.scaling),
-            GroupedGemm(self.counts, self.hidden, self.inner, self.dtype, scaling=self.scaling),
+            GroupedGemm(self.counts, first, self.hidden, self.dtype, scaling=self.scaling, stored=self.stored),
+            GroupedGemm(self.counts, self.hidden, self.inner, self.dtype, scaling=self.scaling, stored=self.stored),
         )
 
     @property
@@ -108,9 +119,7 @@ class ExpertLayer(CountedWork):
 
     @property
     def read_bytes(self) -> int:
-        return self.tokens * self.hidden * 2 + sum(
-            each.active * each.n * each.k * element_bytes(each.dtype) for each in self.products
-        )
+        return self.tokens * self.hidden * 2 + math.ceil(sum(each.weight_bytes for each in self.products))
 
     @property
     def write_bytes(self) -> int:

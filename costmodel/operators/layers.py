@@ -79,6 +79,7 @@ DTYPE_BYTES = {
     "int32": 4,
     "int8": 1,
     "float8": 1,
+    "float4": 1,  # half a byte, counted whole where nothing says how weights are stored
     "uint8": 1,
     "bool": 1,
 }
@@ -101,6 +102,23 @@ def element_bytes(dtype: str) -> int:
         return DTYPE_BYTES[dtype]
     except KeyError:
         raise ValueError(f"unknown dtype {dtype!r}, known: {', '.join(DTYPE_BYTES)}") from None
+
+
+# Bits of a weight stored in fewer bits than it is multiplied with, its scales included: FP4 with a byte per 32 (MX) or
+# per 16 (NVIDIA), integers with an FP16 per group of 128.
+STORED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125, "int8": 8.125}
+
+
+def stored_bytes(stored: str, dtype: str) -> float:
+    """Bytes of a weight of ``dtype`` that is ``stored`` in a type of :data:`STORED_BITS`; empty: as it is multiplied.
+    ``ValueError`` for an unknown type.
+    """
+    if not stored:
+        return element_bytes(dtype)
+    try:
+        return STORED_BITS[stored] / 8
+    except KeyError:
+        raise ValueError(f"weights stored as {stored!r}: known are {', '.join(STORED_BITS)}") from None
 
 
 @dataclass(frozen=True)

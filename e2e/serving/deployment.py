@@ -10,15 +10,14 @@ from costmodel.base.units import whole_number
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
+from costmodel.operators.layers import STORED_BITS
 from e2e.serving.engines import Engine
 from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
 from e2e.serving.speculation import Speculation
 from e2e.step.options import Precision
 
-# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128; mxfp4: a byte per 32; nvfp4: a byte per
-# 16; int4: an FP16 per 128).
-WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, "mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125,
-               "int8": 8.0}  # fmt: skip
+# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
+WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
 

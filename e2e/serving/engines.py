@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.units import parse_quantity
 from costmodel.machines.record_file import read_mapping
+from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.experts import ExpertKernel
 
 # ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
@@ -44,6 +45,7 @@ class Engine:
     block: int
     # Tokens that are sent to the client together.
     stream_tokens: int
+    attention: AttentionKernel
     experts: ExpertKernel
     all_reduce: str
     # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.
@@ -103,6 +105,7 @@ _CHANGEABLE: dict[str, tuple[float, float]] = {
     "sequence": (0, 1),
     "launch": (0, 1),
 }
+_NAMED: dict[str, tuple[str, ...]] = {"schedule": get_args(Schedule), "admission": get_args(Admission)}
 
 
 def with_engine_options(engine: Engine, text: str) -> Engine:
@@ -111,15 +114,15 @@ def with_engine_options(engine: Engine, text: str) -> Engine:
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, _, value = part.partition("=")
         field = name.replace("-", "_")
-        if name == "schedule":
-            if value not in get_args(Schedule):
-                raise InputError(f"--engine-options {part}: choose one of {', '.join(get_args(Schedule))}")
+        if name in _NAMED:
+            if value not in _NAMED[name]:
+                raise InputError(f"--engine-options {part}: choose one of {', '.join(_NAMED[name])}")
             changed[field] = value
             continue
         if name not in _CHANGEABLE:
             near = difflib.get_close_matches(name, _CHANGEABLE, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise InputError(f"--engine-options {part}: {hint}known: {', '.join(('schedule', *_CHANGEABLE))}")
+            raise InputError(f"--engine-options {part}: {hint}known: {', '.join((*_NAMED, *_CHANGEABLE))}")
         least, most = _CHANGEABLE[name]
         try:
             number = parse_quantity(value, "s") if field in _SECONDS else float(value)

@@ -51,9 +51,9 @@ class ServedRun:
     # Seconds between tokens of one sequence, and how many tokens came after that time.
     gaps: list[float] = field(default_factory=list)
     gap_tokens: list[float] = field(default_factory=list)
-    # Seconds in which the engine computed, added up over replicas; the most tokens that one replica's cache held, and
+    # Seconds in which each replica computed; the most tokens that one replica's cache held, and
     # tokens held x seconds.
-    busy: float = 0.0
+    busy_seconds: list[float] = field(default_factory=list)
     most_cached: float = 0.0
     cached_seconds: float = 0.0
     preempted: int = 0
@@ -61,9 +61,13 @@ class ServedRun:
     # Tokens of prompts, and those of them that were in the prefix cache.
     prompt_tokens: int = 0
     prefix_hits: int = 0
-    # Number of schedulers, and the first steps of all.
-    replicas: int = 0
+    # The first steps of all replicas.
     log: list[LoggedStep] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which replicas computed, added up."""
+        return sum(self.busy_seconds)
 
     @classmethod
     def of(cls, count: int) -> ServedRun:
@@ -98,8 +102,8 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
-        self.number = run.replicas
-        run.replicas += 1
+        self.number = len(run.busy_seconds)
+        run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
@@ -330,7 +334,7 @@ class Scheduler:
     def _advance(self, seconds: float) -> None:
         run, cached = self.run, self.cached()
         self.now += seconds
-        run.busy += seconds
+        run.busy_seconds[self.number] += seconds
         run.cached_seconds += cached * seconds
         if cached > run.most_cached:
             run.most_cached = cached

@@ -202,16 +202,8 @@ _MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203
 _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "roberta", "t5", "vit", "xlm-roberta")
 # Model types whose attention normalises queries and keys.
 _NORMALISED = (
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "gemma3",
-    "glm4_moe",
-    "minimax_m2",
-    "olmo2",
-)
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2",
+)  # fmt: skip
 _UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
 
 

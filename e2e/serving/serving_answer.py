@@ -15,7 +15,7 @@ from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.capture.models.configurations import served, with_defaults
 from e2e.serving.cache_room import CacheRoom, cache_room
-from e2e.serving.deployment import Deployment, read_disaggregation, read_parallel, read_precision
+from e2e.serving.deployment import Deployment, Disaggregation, read_disaggregation, read_parallel, read_precision
 from e2e.serving.engines import engine_named, with_engine_options
 from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.replicas import Decoders, serve_workload
@@ -45,10 +45,12 @@ class ServingAnswer:
     @property
     def gpus(self) -> int:
         """GPUs of all copies."""
-        request = self.request
-        if request.disaggregate:
-            return read_disaggregation(request.disaggregate, read_parallel(request.parallel, request.gpus)).gpus
-        return request.gpus * request.replicas
+        return self.split.gpus if self.request.disaggregate else self.request.gpus * self.request.replicas
+
+    @property
+    def split(self) -> Disaggregation:
+        """Copies for prompts and for decoding."""
+        return read_disaggregation(self.request.disaggregate, read_parallel(self.request.parallel, self.request.gpus))
 
     def table_error(self) -> TableError:
         """Error of tabulated steps, over steps like those of this run."""

@@ -29,8 +29,7 @@ from e2e.serving.serving_request import PlanRequest, ServingRequest
 from e2e.serving.serving_result import PROBABILITY, latency_intervals
 from e2e.serving.step_price import StepPrice
 from e2e.sources.gpu_prices import GpuPrices, read_prices
-from e2e.sweeps.worker_process import tie_worker
-from e2e.sweeps.workers import each_in_processes
+from e2e.sweeps.worker_process import each_in_processes, tie_worker
 
 # Requests of a closed loop, per user and at least; of arrivals at a rate.
 _PER_USER, _LEAST, _ARRIVALS = 10, 32, 600

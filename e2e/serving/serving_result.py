@@ -13,11 +13,9 @@ import numpy as np
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.layers import element_bytes
-from e2e.serving.deployment import WEIGHT_BITS
 from e2e.serving.serving_answer import ServingAnswer
 from e2e.serving.step_price import Prompt
-from e2e.serving.step_work import StoredExperts, Work
+from e2e.serving.step_work import Work
 from e2e.serving.workload import weighted_quantiles
 
 # Share of measured runs that an interval is meant to hold.
@@ -206,16 +204,13 @@ def prefill_figures(answer: ServingAnswer) -> StepFigures:
 
 
 def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -> StepFigures:
-    price, work = answer.price, answer.price.work
+    price = answer.price
     prompts: list[Prompt] = []
     if tokens:
         each = max(int(min(answer.workload.inputs.mean(), tokens)), 1)
         prompts = [Prompt(each)] * max(tokens // each, 1)
         tokens = each * len(prompts)
-        listed = [*work.rows(tokens, len(prompts)), *work.prompts(len(prompts), each, 0)]
-    else:
-        listed = [*work.rows(sequences, sequences), *work.decoding(sequences, context)]
-    found = price.estimates(listed)
+    found = price.estimates(price.listed(sequences, context, prompts))
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
     machine = answer.deployment.cluster.machine
@@ -232,28 +227,19 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -
     )  # fmt: skip
 
 
-def _plain(each: Work) -> Any:
-    return getattr(each.operator, "layer", each.operator)
-
-
 def _bytes(each: Work) -> float:
-    operator = _plain(each)
-    moved = float(getattr(operator, "read_bytes", 0)) + float(getattr(operator, "write_bytes", 0))
-    if isinstance(each.operator, StoredExperts):  # its weights are read in as many bits as they are stored with
-        weights = sum(part.active * part.n * part.k for part in each.operator.layer.products)
-        moved += weights * (WEIGHT_BITS[each.operator.stored] / 8 - element_bytes(each.operator.layer.dtype))
-    return moved
+    return float(getattr(each.operator, "read_bytes", 0)) + float(getattr(each.operator, "write_bytes", 0))
 
 
 def _least_seconds(each: Work, machine: Machine) -> float:
     """Seconds of the arithmetic at the datasheet's rate of the operator's number type."""
-    operator = _plain(each)
+    operator = each.operator
     peak = dense_peak(machine, getattr(operator, "dtype", "")) or dense_peak(machine, "bfloat16") or math.inf
     return float(getattr(operator, "flops", 0)) / peak
 
 
 def _limit(each: Work, estimate: Estimate) -> str:
-    if each.part in ("all-reduce", "all-to-all") or not hasattr(_plain(each), "flops"):
+    if each.part in ("all-reduce", "all-to-all") or not hasattr(each.operator, "flops"):
         return "interconnect"
     return _LIMITS.get(estimate.bound, "memory bandwidth" if estimate.memory_bound else "kernel latency")
 
@@ -332,6 +318,13 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         found.append(
             f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION"
         )
+    if request.disaggregate:
+        # Copies that decode are the first.
+        split, spent = answer.split, answer.run.busy_seconds
+        span = float(answer.run.last.max())
+        decoding = sum(spent[: split.decode]) / split.decode / span
+        prompts = sum(spent[split.decode :]) / split.prefill / span
+        found.append(f"copies for prompts compute {prompts:.0%} of the time, those for decoding {decoding:.0%}")
     if deployment.model.expert_parameters and deployment.routing is None:
         found.append("tokens choose experts at random, all equally likely (--routing)")
     if request.concurrency is None and request.rate is None and request.trace is None:

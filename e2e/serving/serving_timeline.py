@@ -24,7 +24,7 @@ def serving_events(answer: ServingAnswer) -> Iterator[Event]:
     yield _named("process_name", _ENGINE, 1, answer.deployment.engine.title)
     yield _named("process_name", _REQUESTS, 1, "requests")
     for replica in sorted({step.replica for step in answer.run.log}):
-        which = f" of replica {replica}" if answer.run.replicas > 1 else ""
+        which = f" of replica {replica}" if len(answer.run.busy_seconds) > 1 else ""
         yield _named("thread_name", _ENGINE, 2 * replica + 1, f"GPU{which}")
         yield _named("thread_name", _ENGINE, 2 * replica + 2, f"host between steps{which}")
     until, written = 0.0, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +14,11 @@ import numpy as np
 from costmodel.collectives import collective_cost_model
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from e2e.serving.deployment import WEIGHT_BITS, Deployment
+from e2e.serving.deployment import Deployment
 from e2e.serving.engines import Engine
-from e2e.serving.step_work import StepWork, StoredExperts, Work
+from e2e.serving.step_work import StepWork, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
@@ -47,7 +46,6 @@ class StepPrice:
         machine = deployment.cluster.machine
         self._kernels = gpu_cost_model(machine)
         self._collectives: CostModel = collective_cost_model(deployment.cluster)
-        self._floor, self._bandwidth = kernel_floor(machine), dram_bandwidth(machine)
         self._rows: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
@@ -96,6 +94,19 @@ class StepPrice:
         if self._draft:
             found += self._draft.device_seconds(sequences, context, prompts)
             found += (self._verified - 2) * self._draft.device_seconds(sequences, context) if sequences else 0.0
+        return found
+
+    def listed(self, sequences: int, context: int, prompts: Sequence[Prompt] = ()) -> list[Work]:
+        """Work of the GPU in a step whose prompts are cut as they are, that of the draft model included."""
+        tokens = sequences * self._verified + sum(each.queries for each in prompts)
+        found = list(self.work.rows(tokens, min(tokens, 256)))
+        if sequences:
+            found += self.work.decoding(sequences, context, self._verified)
+        for each, count in Counter(prompts).items():
+            found += self.work.prompts(count, each.queries, each.prior)
+        if self._draft:
+            found += self._draft.listed(sequences, context, prompts)
+            found += (self._verified - 2) * self._draft.listed(sequences, context) if sequences else []
         return found
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
@@ -177,7 +188,8 @@ class StepPrice:
         listed = list(work)
         self._learn([each.operator for each in listed])
         kernels = [each for each in listed if not isinstance(each.operator, CollectiveTransfer)]
-        settled = self._kernels.settle([self._known[each.operator] for each in kernels], [each.count for each in kernels])
+        counts = [max(round(each.count), 1) for each in kernels]
+        settled = self._kernels.settle([self._known[each.operator] for each in kernels], counts)
         clocked = dict(zip(kernels, settled, strict=True))
         return [(each, clocked.get(each, self._known[each.operator])) for each in listed]
 
@@ -185,29 +197,8 @@ class StepPrice:
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         transfers = [each for each in new if isinstance(each, CollectiveTransfer)]
         self._known |= dict(zip(transfers, self._collectives.estimate(transfers), strict=True))
-        experts = [each for each in new if isinstance(each, StoredExperts)]
-        for layer, estimate in zip(experts, self._kernels.estimate([each.layer for each in experts]), strict=True):
-            self._known[layer] = self._stored(layer, estimate)
         kernels: list[AnyOperator] = [each for each in new if each not in self._known]  # type: ignore[misc]
         self._known |= dict(zip(kernels, self._kernels.estimate(kernels), strict=True))
-
-    def _stored(self, each: StoredExperts, plain: Estimate) -> Estimate:
-        """``plain``, the estimate of the layer in the type that it multiplies, with weights in fewer bits."""
-        bits = WEIGHT_BITS[each.stored]
-        if bits > 5:
-            return plain
-        weights = sum(part.active * part.n * part.k for part in each.layer.products)
-        saved = weights * (2 - bits / 8) / self._bandwidth
-        compute = sum(part.flops for part in each.layer.products) / 6e14
-        seconds = max(plain.seconds - saved, compute, 7 * self._floor + weights * bits / 8 / self._bandwidth)
-        ratio = seconds / plain.seconds
-        return replace(
-            plain,
-            seconds=seconds,
-            lower=min(plain.lower * ratio, seconds),
-            upper=max(plain.upper * ratio, seconds),
-            source="analytic",
-        )
 
 
 class _ExactPrice(StepPrice):
@@ -218,13 +209,7 @@ class _ExactPrice(StepPrice):
 
     def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
         """Price the kernels of all ``steps`` at once."""
-        work: list[Work] = []
-        for sequences, context, prompts in steps:
-            rows = sequences * self._verified + sum(each.queries for each in prompts)
-            work += self.work.rows(rows, min(rows, 256))
-            work += self.work.decoding(sequences, context, self._verified)
-            work += (part for each in prompts for part in self.work.prompts(1, each.queries, each.prior))
-        self._learn([each.operator for each in work])
+        self._learn([work.operator for each in steps for work in self.listed(*each)])
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         if graph and rows <= self.engine.graph_sequences:

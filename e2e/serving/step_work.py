@@ -15,8 +15,9 @@ from functools import lru_cache
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm
+from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
 from costmodel.operators.experts import ExpertLayer
+from costmodel.operators.layers import STORED_BITS
 from e2e.serving.deployment import Deployment
 from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 
@@ -24,13 +25,17 @@ from e2e.serving.served_model import Experts, FeedForward, LatentAttention, Line
 # beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
 _ROUTING, _SAMPLING, _INPUTS = 2, 4, 3
 _HALF = "bfloat16"
+# Up to this many rows a product takes the time of its weights' bytes, whatever their scales. The tables of products
+# with scales of blocks were timed launch by launch: of few rows they hold the host's time. Whole attention layers of
+# DeepSeek-V3 in TensorRT-LLM (mla_generation_module_perf) say so.
+_FEW_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Work:
     """An operator that a step runs ``count`` times; ``part``: layer part for breakdowns."""
 
-    operator: AnyOperator | StoredExperts
+    operator: AnyOperator
     count: float
     part: str
 
@@ -43,6 +48,7 @@ class StepWork:
         self.model, self.parallel = deployment.model, deployment.parallel
         self.precision, self.engine = deployment.precision, deployment.engine
         self.architecture = deployment.cluster.machine.chip().architecture
+        self.rates = deployment.cluster.machine.compute
 
     def rows(self, tokens: int, outputs: int) -> Iterator[Work]:
         """Work for ``tokens`` rows of all layers, of which ``outputs`` are sampled."""
@@ -56,7 +62,8 @@ class StepWork:
             for each in found:
                 yield Work(each.operator, each.count * count, each.part)
         yield Work(Elementwise("fused", own * hidden, 1, 1, dtype=_HALF), _INPUTS, "head")
-        yield Work(_product(outputs, self.model.vocabulary // tp, hidden, "bf16", "bf16"), 1, "head")
+        head = Gemm(1, max(outputs, 1), max(self.model.vocabulary // tp, 1), hidden, _HALF, transpose_b=True)
+        yield Work(head, 1, "head")
         yield Work(Reduction("max", outputs * self.model.vocabulary, outputs, _HALF), 1, "head")
         yield Work(Elementwise("fused", outputs, 1, 1), _SAMPLING, "head")
         if tp > 1:
@@ -77,7 +84,27 @@ class StepWork:
         return stored.startswith("fp8") and self.precision.activations == "fp8"
 
     def _linear(self, rows: int, columns: int, depth: int, part: str) -> Work:
-        return Work(_product(rows, columns, depth, self.precision.weights, self.precision.activations), 1, part)
+        return Work(self._product(rows, columns, depth), 1, part)
+
+    def _product(self, rows: int, columns: int, depth: int) -> AnyOperator:
+        rows, columns, depth = max(rows, 1), max(columns, 1), max(depth, 1)
+        stored = self.precision.weights
+        if self._eight_bits(stored):
+            blocks = stored == "fp8-block" and rows > _FEW_ROWS
+            return ScaledGemm(rows, columns, depth, scaling="block" if blocks else "tensor")
+        if stored in STORED_BITS:
+            return StoredGemm(rows, columns, depth, stored, self._multiplied(stored))
+        return Gemm(1, rows, columns, depth, _HALF, transpose_b=True)
+
+    def _multiplied(self, stored: str) -> str:
+        """Type in which weights of ``stored`` are multiplied: FP4 where the GPU has it, else 16 bits."""
+        return "float4" if stored.endswith("fp4") and "float4" in self.rates else _HALF
+
+    def _expert_dtype(self) -> tuple[str, str]:
+        stored = self.precision.experts
+        if self._eight_bits(stored):
+            return "float8", "block" if stored == "fp8-block" else "tensor"
+        return self._multiplied(stored), ""
 
     def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
         if ranks > 1:
@@ -141,14 +168,14 @@ class StepWork:
         yield Work(Gemm(1, rows, block.count, hidden, _HALF, transpose_b=True), 1, "router")
         yield Work(Elementwise("fused", rows * block.count, 1, 1), _ROUTING, "router")
         own = max(block.inner // parallel.expert_tp, 1)
-        routed = rows * block.per_token
         if parallel.ep > 1:
             counts = slowest_counts(rows, block.per_token, block.count, parallel.ep, self.deployment.routing)
         else:
             counts = routed_counts(rows, block.per_token, block.count, self.deployment.routing)
-        dtype, scaling = _expert_dtype(self.precision.experts, self.precision.activations)
-        layer = ExpertLayer(counts, rows, hidden, own, dtype, self.engine.experts, True, scaling)
-        yield Work(StoredExperts(layer, self.precision.experts), 1, "experts")
+        dtype, scaling = self._expert_dtype()
+        stored = self.precision.experts if self.precision.experts in STORED_BITS else ""
+        layer = ExpertLayer(counts, rows, hidden, own, dtype, self.engine.experts, True, scaling, stored)
+        yield Work(layer, 1, "experts")
         if block.shared:
             yield from self._feed_forward(block.shared, True, rows)
         if parallel.attention_dp > 1:
@@ -157,7 +184,6 @@ class StepWork:
             yield Work(CollectiveTransfer("reduce_scatter", size * parallel.tp, parallel.tp), 1, "all-to-all")
         else:
             yield from self._reduced(rows, parallel.tp)
-        del routed
 
     def kernels(self, tokens: int) -> float:
         """Number of kernels of a step of ``tokens`` rows."""
@@ -165,7 +191,7 @@ class StepWork:
             count * (3 if isinstance(layer.mixer, LatentAttention) else 1) for layer, count in self.model.layers
         )
         return attention + sum(
-            each.count * (7 if isinstance(each.operator, StoredExperts) else 1) for each in self.rows(tokens, 1)
+            each.count * (7 if isinstance(each.operator, ExpertLayer) else 1) for each in self.rows(tokens, 1)
         )
 
     def decoding(self, batch: int, context: int, queries: int = 1) -> Iterator[Work]:
@@ -181,13 +207,15 @@ class StepWork:
                 heads = mixer.heads // tp
                 seen = min(context, mixer.selected) if mixer.selected else context
                 yield Work(Gemm(heads, own * queries, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
-                yield Work(
-                    Attention(own, heads, queries, max(seen, queries + 1), mixer.kv_rank + mixer.rope_dim, 1, True, _HALF,
-                              kernel="mla", value_dim=mixer.kv_rank, paged=True), count, "attention",
-                )  # fmt: skip
+                width = mixer.kv_rank + mixer.rope_dim
+                latent = Attention(own, heads, queries, max(seen, queries + 1), width, 1, True, _HALF, kernel="mla",
+                                   value_dim=mixer.kv_rank, paged=True)  # fmt: skip
+                yield Work(latent, count, "attention")
                 yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if mixer.selected:
-                    yield Work(Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer")
+                    yield Work(
+                        Gemm(own, mixer.index_heads * queries, context, mixer.index_dim, _HALF), count, "indexer"
+                    )
             else:
                 yield from self._linear_mixer(mixer, own, queries, count)
 
@@ -201,23 +229,20 @@ class StepWork:
             elif isinstance(mixer, LatentAttention):
                 heads = mixer.heads // tp
                 wide = heads * (mixer.nope_dim + mixer.value_dim)
-                yield Work(_product(batch * (queries + prior), wide, mixer.kv_rank, self.precision.weights,
-                                    self.precision.activations), count, "attention products")  # fmt: skip
-                yield Work(
-                    Attention(batch, heads, queries, queries + prior, mixer.nope_dim + mixer.rope_dim, heads, True, _HALF,
-                              kernel=self._kernel(), value_dim=mixer.value_dim), count, "attention",
-                )  # fmt: skip
+                yield Work(self._product(batch * (queries + prior), wide, mixer.kv_rank), count, "attention products")
+                width = mixer.nope_dim + mixer.rope_dim
+                prefill = Attention(batch, heads, queries, queries + prior, width, heads, True, _HALF,
+                                    kernel=self._kernel(), value_dim=mixer.value_dim)  # fmt: skip
+                yield Work(prefill, count, "attention")
             else:
                 yield from self._linear_mixer(mixer, batch, queries, count)
 
     def _softmax(self, mixer: SoftmaxAttention, batch: int, queries: int, keys: int) -> Attention:
         tp = self.parallel.attention_tp
-        kernel, dtype = self._kernel(), _HALF
-        if mixer.window:
-            keys = min(keys, queries + mixer.window - 1)
         return Attention(
             batch, mixer.heads // tp, queries, max(keys, queries), mixer.head_dim, max(mixer.kv_heads // tp, 1), True,
-            dtype, kernel=kernel, window=mixer.window, paged=True,
+            _HALF, kernel=self.engine.attention, window=mixer.window, paged=True,
+            cached="float8" if self.precision.kv == "fp8" else "",
         )  # fmt: skip
 
     def _linear_mixer(self, mixer: LinearMixer, batch: int, length: int, count: int) -> Iterator[Work]:
@@ -232,29 +257,8 @@ class StepWork:
         )  # fmt: skip
 
     def _kernel(self) -> AttentionKernel:
-        """Kernel that engines select on this GPU."""
+        """Kernel that engines select for the prompts of latent attention on this GPU."""
         return {"hopper": "flash3", "blackwell": "cudnn"}.get(self.architecture, "flash2")  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class StoredExperts:
-    """Layer of experts whose weights are ``stored`` in fewer bits than they are multiplied with."""
-
-    layer: ExpertLayer
-    stored: str
-
-
-def _product(rows: int, columns: int, depth: int, stored: str, activations: str) -> AnyOperator:
-    rows, columns, depth = max(rows, 1), max(columns, 1), max(depth, 1)
-    if stored.startswith("fp8") and activations == "fp8":
-        return ScaledGemm(rows, columns, depth, scaling="block" if stored == "fp8-block" else "tensor")
-    return Gemm(1, rows, columns, depth, _HALF, transpose_b=True)
-
-
-def _expert_dtype(stored: str, activations: str) -> tuple[str, str]:
-    if stored.startswith("fp8") and activations == "fp8":
-        return "float8", "block" if stored == "fp8-block" else "tensor"
-    return _HALF, ""
 
 
 @lru_cache(maxsize=65536)

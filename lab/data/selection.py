@@ -25,10 +25,11 @@ from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.collectives.engine_reduce import FILE as ENGINE_REDUCES
 from costmodel.collectives.physics import FILE as CONSTANTS
 from costmodel.gpu.families.family import SHARES
-from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING, TRANSFER
+from costmodel.gpu.fitted import DIRECTORY, ENGINES, SCANS, SERVING, TRANSFER
 from lab.data.aiconfigurator import attention_files, cast_files, expert_files, gemm_files, linear_files, serving_files
 from lab.data.collective_sweeps import engine_sweep_files, sweep_files
 from lab.data.data_folder import FETCH, Wanted, everything
+from lab.data.engine_tables import engine_files
 from lab.data.profiled_kernels import latency_files, layer_files
 from lab.data.timm_steps import timm_files
 
@@ -119,7 +120,7 @@ def _others(files: Sequence[str]) -> str:
     return f", and {len(files) - 1} more" if len(files) > 1 else ""
 
 
-PARTS = ("kernels", "scans", "serving", "collectives", "engine-reduces", "vision")
+PARTS = ("kernels", "scans", "serving", "engine-kernels", "collectives", "engine-reduces", "vision")
 
 
 def selection_of(part: str, data: Path) -> Selection:
@@ -132,6 +133,8 @@ def selection_of(part: str, data: Path) -> Selection:
         return select(data, linear_files(data), DIRECTORY / SCANS / f"{TRANSFER}.json")
     if part == "serving":
         return select(data, serving_files(data), DIRECTORY / SERVING / f"{TRANSFER}.json")
+    if part == "engine-kernels":
+        return select(data, engine_files(data), DIRECTORY / ENGINES / f"{TRANSFER}.json")
     if part == "engine-reduces":
         return select(data, engine_sweep_files(data), ENGINE_REDUCES)
     if part == "vision":

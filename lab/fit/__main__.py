@@ -19,13 +19,13 @@ from costmodel.base.output_files import check_writable
 from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
 from costmodel.collectives.engine_reduce import FILE as ENGINE_REDUCES
 from costmodel.gpu.families.family import SHARES
-from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING
+from costmodel.gpu.fitted import DIRECTORY, ENGINES, SCANS, SERVING
 from lab.command_line import chosen, program, run
 from lab.data.data_folder import FETCH, Wanted, data_folder
 from lab.data.selection import PARTS, wanted_files
 from lab.fit.collectives import fit_collectives, fit_engine_reduces
 from lab.fit.image_steps import fit_steps
-from lab.fit.kernels import fit, fit_scans, fit_serving
+from lab.fit.kernels import fit, fit_engines, fit_scans, fit_serving
 
 
 def fit_public(
@@ -51,6 +51,9 @@ def fit_public(
     if "serving" in parts:
         folder = (output or DIRECTORY) / SERVING
         files += fit_serving(data, folder, progress, wanted("serving"))
+    if "engine-kernels" in parts:
+        folder = (output or DIRECTORY) / ENGINES
+        files += fit_engines(data, folder, progress, wanted("engine-kernels"))
     if "collectives" in parts:
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, wanted("collectives"))

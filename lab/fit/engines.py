@@ -95,7 +95,9 @@ def fitted(lines: Sequence[RowLine]) -> HostTimes:
         return float((weights * found).sum())
 
     step, sequence = min(((a, b) for a in STEPS for b in SEQUENCES), key=lambda each: loss(*each))
-    first, seen = (np.array(each) for each in zip(*((line.first, line.row.measured["ttft"]) for line in lines)))
+    first, seen = (
+        np.array(each) for each in zip(*((line.first, line.row.measured["ttft"]) for line in lines), strict=True)
+    )
     server = min(SERVERS, key=lambda each: float((weights * np.abs(np.log((first + each) / seen))).sum()))
     return HostTimes(step, sequence, server)
 

@@ -29,7 +29,7 @@ from costmodel.gpu.families.attention import attention_families, attention_famil
 from costmodel.gpu.families.convolution import Convolution, convolution_family
 from costmodel.gpu.families.family import Family, Gridded
 from costmodel.gpu.families.gemm import BatchedSimtGemm, ScaledCasts, ScaledProducts, SimtGemm, TensorGemm, gemm_family
-from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts
+from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts, engine_experts
 from costmodel.gpu.families.linear_scans import linear_families
 from costmodel.gpu.families.lookups import LookupKernels
 from costmodel.gpu.families.memory_bound import MemoryBound
@@ -61,6 +61,7 @@ from lab.data.aiconfigurator import (
     read_serving,
 )
 from lab.data.data_folder import Wanted, everything
+from lab.data.engine_tables import read_engine_tables
 from lab.data.kernel_table import KernelTable, counted_only, read_measured, sample
 from lab.data.profiled_kernels import read_layer_kernels, read_neusight
 from lab.data.selection import named_tables
@@ -167,6 +168,7 @@ FAMILIES: dict[str, Family[Any]] = {
     "quantize": ScaledCasts(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
     **attention_families(),
+    **{each.name: each for each in engine_experts().values()},
     **linear_families(),
 }
 # Tables of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others
@@ -202,6 +204,11 @@ def read_scans(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
 def read_engines(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """Wanted tables of kernels only in serving engines, which have a separate fit, thinned."""
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_serving(data, wanted)))]
+
+
+def read_own_engines(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """Wanted tables of attention and experts as each serving engine runs them, which have a separate fit."""
+    return counted_only(list(read_engine_tables(data, wanted)))
 
 
 def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
@@ -282,6 +289,11 @@ def fit_scans(data: Path, output: Path, progress: Callable[[str], None], wanted:
 def fit_serving(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
     """:func:`fit` for kernels only in serving engines."""
     return _fit(read_engines(data, wanted), [], [], data, output, progress)
+
+
+def fit_engines(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """:func:`fit` for attention and experts as each serving engine runs them."""
+    return _fit(read_own_engines(data, wanted), [], [], data, output, progress)
 
 
 def _fit(

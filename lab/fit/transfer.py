@@ -42,6 +42,7 @@ from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.residual import Forest, Residual
 from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import ENGINES
 from lab.fit.trees import boost
 
 # Families whose deviation from the analytic model depends on the shape equally on all GPUs: on the select split,
@@ -49,6 +50,7 @@ from lab.fit.trees import boost
 SHAPED = (
     *("convolution", "normalization", "softmax"),
     *(f"{kernel}-{phase}" for kernel in ("flash2", "flash3") for phase in ("encoder", "paged", "decode")),
+    *(f"{engine}-{phase}" for engine in ENGINES for phase in ("paged", "decode")),
 )
 _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 # A row is disturbed if it took this much longer (log units) than its twin's, beyond their usual difference at its size,

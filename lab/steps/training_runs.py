@@ -87,7 +87,7 @@ def predict_steps(
     """Predictions of every step, in their order. ``kept``: folder for captures and results of this version of the
     program; ``workers``: processes (``None``: one per core); ``banded``: with the band of speeds too.
     """
-    from e2e.sweeps.workers import each_in_processes
+    from e2e.sweeps.worker_process import each_in_processes
 
     known = ((place, _known(step, kept, banded)) for place, step in enumerate(steps))
     found = {place: answer for place, answer in known if answer is not None}

@@ -180,7 +180,7 @@ def _figures(name: str, cases: Sequence[MemoryCase]) -> dict[str, Any]:
 
 def memory_section(data: Path, only: str = "") -> MemorySection | None:
     """Section of every step whose name contains ``only``; ``None`` if there is none."""
-    from e2e.sweeps.workers import each_in_processes
+    from e2e.sweeps.worker_process import each_in_processes
 
     asked, left_out = asked_memory(data)
     asked = [each for each in asked if only in each.name]

@@ -181,7 +181,12 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
         "token": tpot,
         "batch": float(answer.run.last.max()),
     }
-    return values, {}
+    if row.request.requests is not None:
+        return values, {}  # seconds of single batches, not means of runs
+    from e2e.serving.serving_result import latency_intervals
+
+    first, token = latency_intervals(answer)
+    return values, {"ttft": first, "tpot": token}
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,10 @@ class ServingSection:
 
     def render(self) -> None:
         """Print the errors of each group."""
-        table = Table(title="serving: errors in %, median / 90th percentile (bias)", title_justify="left")
+        table = Table(
+            title="serving: errors in %, median / 90th percentile (bias, share inside the 80 % interval)",
+            title_justify="left",
+        )
         for column in ("group", "rows", "", "", ""):
             table.add_column(column)
         for group, found in self._groups().items():
@@ -236,12 +244,14 @@ def _statistics(found: Sequence[ServingError], name: str) -> dict[str, float]:
         "median": float(np.median(np.abs(signed))),
         "p90": float(np.quantile(np.abs(signed), 0.9)),
         "bias": float(signed.mean()),
+        "inside": float(np.mean([each.inside[name] for each in found if name in each.inside] or [0.0])),
     }
 
 
 def _cell(found: Sequence[ServingError], name: str) -> str:
     told = _statistics(found, name)
-    return f"{name} {100 * told['median']:.1f} / {100 * told['p90']:.1f} ({100 * told['bias']:+.1f})"
+    inside = f", {100 * told['inside']:.0f} in" if name in found[0].inside else ""
+    return f"{name} {100 * told['median']:.1f} / {100 * told['p90']:.1f} ({100 * told['bias']:+.1f}{inside})"
 
 
 def serving_section(data: Path, only: str = "") -> ServingSection | None:

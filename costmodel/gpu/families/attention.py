@@ -44,7 +44,7 @@ from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.attention import Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
+from costmodel.operators.attention import ENGINES, Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
 from costmodel.operators.layers import element_bytes
 
 Release = tuple[int, int, int]
@@ -80,10 +80,21 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
         )
     if kernel == EIGHT_BITS and operator.direction == "backward":
         raise UnsupportedOperatorError("FlashAttention 3 has no gradients in 8 bits; name `flash3`")
-    if kernel in ("flash1", "flash2", "cudnn", "mla") and architecture in _BEFORE_AMPERE:
+    if kernel in ("flash1", "flash2", "cudnn", "mla", *ENGINES) and architecture in _BEFORE_AMPERE:
         other = "eager" if kernel == "mla" else "efficient"
         raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `{other}`")
     return kernel
+
+
+def _like(kernel: AttentionKernel, phase: AttentionPhase, generation: str) -> AttentionKernel:
+    """Kernel whose tiles and paces describe that of a serving engine: FlashAttention 3 on Hopper, cuDNN's for prompts
+    on datacenter Blackwell, else FlashAttention 2; ``kernel`` itself if it is no engine.
+    """
+    if kernel not in ENGINES:
+        return kernel
+    if generation == "blackwell" and phase != "decode":
+        return "cudnn"
+    return "flash3" if generation in ("hopper", "blackwell") else "flash2"
 
 
 def generation_of(machine: Machine) -> str:
@@ -395,18 +406,20 @@ class FusedAttention(Family[Attention]):
             return _unfused(operators, machine)
         sms = machine.chip().sm_count
         generation = generation_of(machine)
-        works = [tiled(each, self.kernel, sms, generation) for each in operators]
-        pace = self._pace or pace_of(self.kernel, self.phase, generation)
+        kernel = _like(self.kernel, self.phase, generation)
+        works = [tiled(each, kernel, sms, generation) for each in operators]
+        pace = self._pace or pace_of(kernel, self.phase, generation)
         pairs = list(zip(operators, works, strict=True))
-        compute = np.array([_compute_seconds(each, work, pace, self.kernel, machine) for each, work in pairs])
+        compute = np.array([_compute_seconds(each, work, pace, kernel, machine) for each, work in pairs])
         traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
         missed = np.clip((traffic / l2_bytes(machine) - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0)
         dram = traffic * missed / dram_bandwidth(machine)
         launch = np.full(len(operators), pace.launches * kernel_floor(machine))
         seconds = launch + (compute**_OVERLAP + dram**_OVERLAP) ** (1 / _OVERLAP)
-        return KernelAnalysis(
-            seconds, {"compute": compute, "memory:DRAM": dram, "launch": launch}, _features(operators, works, sms)
-        )
+        features = _features(operators, works, sms)
+        if self.kernel in ENGINES:
+            features["bytes"] = np.array([float(element_bytes(each.cached or each.dtype)) for each in operators])
+        return KernelAnalysis(seconds, {"compute": compute, "memory:DRAM": dram, "launch": launch}, features)
 
     def with_pace(self, pace: KernelPace) -> FusedAttention:
         """The same family with another ``pace`` than the kernel's default."""
@@ -415,7 +428,8 @@ class FusedAttention(Family[Attention]):
     def covers(self, operator: Attention) -> bool:
         """True if measurements are for ``operator``: no mask or sinks, and the kernel's types (8 bits, BF16, FP16)."""
         measured = ("float8",) if self.kernel == EIGHT_BITS else ("bfloat16", "float16")
-        return operator.dtype in measured and not operator.mask and not operator.sinks
+        plain = not operator.mask and (not operator.sinks or self.kernel in ENGINES)
+        return operator.dtype in measured and plain
 
 
 _MEASURED: tuple[AttentionKernel, ...] = (
@@ -450,7 +464,8 @@ def named_family(kernel: AttentionKernel, phase: AttentionPhase) -> FusedAttenti
 
 def attention_families() -> dict[str, FusedAttention]:
     """All families that have tables, by name."""
-    members = (named_family(kernel, phase) for kernel in _MEASURED for phase in get_args(AttentionPhase))
+    kernels: tuple[AttentionKernel, ...] = (*_MEASURED, *ENGINES)
+    members = (named_family(kernel, phase) for kernel in kernels for phase in get_args(AttentionPhase))
     return {each.name: each for each in members}
 
 

@@ -26,8 +26,9 @@ from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import CLUSTER_SHARE, OVERLAP, STEP, TENSOR_TILES, Products, Tile, operand_traffic
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, matrix_rate
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.experts import ExpertLayer, ExpertOperator, GroupedGemm
-from costmodel.operators.layers import element_bytes
+from costmodel.operators.attention import ENGINES
+from costmodel.operators.experts import ExpertKernel, ExpertLayer, ExpertOperator, GroupedGemm
+from costmodel.operators.layers import element_bytes, stored_bytes
 
 # Additional kernels of a fused layer: counting and sorting rows by expert, gathering, activation, adding the results.
 _BESIDES = 5
@@ -88,7 +89,8 @@ def _tiled(work: GroupedGemm, counts: np.ndarray, tile: Tile, machine: Machine) 
     quantised = np.ceil(blocks / chip.sm_count) / (blocks / chip.sm_count)
     compute = quantised * total / chip.sm_count * 2 * tile.m * tile.n / rate
     l2 = total * (tile.m + tile.n) * size / l2_bandwidth(machine) * CLUSTER_SHARE.get(chip.architecture, 1.0)
-    dram = (_operands(work, counts, tile, machine, size) + work.write_bytes) / dram_bandwidth(machine)
+    spared = work.active * work.n * work.k * (size - stored_bytes(work.stored, work.dtype))
+    dram = (_operands(work, counts, tile, machine, size) - spared + work.write_bytes) / dram_bandwidth(machine)
     norm = (compute**OVERLAP + dram**OVERLAP + l2**OVERLAP) ** (1 / OVERLAP)
     waves = blocks / (chip.sm_count * tile.resident)
     return _Product(norm + kernel_floor(machine), compute, dram, l2, waves, float(area / (blocks * tile.m * tile.n)))
@@ -107,7 +109,7 @@ def _layer_besides(work: ExpertLayer, machine: Machine) -> float:
     rows = sum(work.counts)
     inner = work.inner * ((2 if work.gated else 1) + 1)
     moved = inner * rows * 2 + rows * work.hidden * 2 + work.tokens * work.hidden * 2
-    if work.kernel == "cutlass":  # gathers rows into a separate tensor
+    if work.kernel in ("cutlass", "trtllm"):  # gathers rows into a separate tensor
         moved += rows * work.hidden * 2 + work.tokens * work.hidden * 2
     return moved / dram_bandwidth(machine) + _BESIDES * kernel_floor(machine)
 
@@ -134,6 +136,29 @@ class ScaledGroupedProducts(GroupedProducts):
 
     name = "gemm-grouped-8bit"
     dtypes = ("float8",)
+
+
+class EngineExperts(GroupedProducts):
+    """Fused layers of experts by the kernels that a serving engine selects, in 16 and 8 bits and with weights stored in
+    4. Its tables are fitted by themselves: the same kernel is configured differently by each engine.
+    """
+
+    dtypes = ("bfloat16", "float16", "float8")
+
+    def __init__(self, engine: ExpertKernel) -> None:
+        self.name = f"experts-{engine}"
+
+    def analyse(self, operators: Sequence[ExpertOperator], machine: Machine) -> KernelAnalysis:
+        plain = super().analyse(operators, machine)
+        own = {name: column for name, column in plain.features.items() if name != "triton"}
+        own["bits"] = np.array([8 * stored_bytes(each.stored, each.dtype) for each in operators])
+        own["chosen"] = safe_log2(np.array([sum(each.counts) / _tokens(each) for each in operators]))
+        own["tokens"] = safe_log2(np.array([_tokens(each) for each in operators]))
+        return KernelAnalysis(plain.seconds, plain.terms, own)
+
+
+def _tokens(work: ExpertOperator) -> float:
+    return float(work.tokens if isinstance(work, ExpertLayer) else work.rows)
 
 
 def _row(work: ExpertOperator, machine: Machine) -> dict[str, float]:
@@ -172,7 +197,15 @@ def _row(work: ExpertOperator, machine: Machine) -> dict[str, float]:
 
 def grouped_family(operator: ExpertOperator) -> GroupedProducts:
     """Family whose kernels compute ``operator``."""
+    if isinstance(operator, ExpertLayer) and operator.kernel in _ENGINES:
+        return _ENGINES[operator.kernel]
     return _SCALED if operator.dtype in ScaledGroupedProducts.dtypes else _PLAIN
 
 
+def engine_experts() -> dict[str, EngineExperts]:
+    """Families of the serving engines' experts, by engine."""
+    return dict(_ENGINES)
+
+
 _PLAIN, _SCALED = GroupedProducts(), ScaledGroupedProducts()
+_ENGINES: dict[str, EngineExperts] = {engine: EngineExperts(engine) for engine in ENGINES}

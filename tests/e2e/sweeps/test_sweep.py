@@ -35,7 +35,8 @@ from e2e.sweeps.sweep_space import (
     parse_names,
     ways_to_spread,
 )
-from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
+from e2e.sweeps.worker_process import each_in_processes
+from e2e.sweeps.workers import LocalWorkers, RayWorkers
 
 # Small: quick to capture, still all that a transformer has.
 TINY = {
@@ -346,7 +347,7 @@ def test_what_a_worker_is_told_first_is_read_before_pytorch(monkeypatch):
         told.append(initializer.__module__)
         raise InputError("no pool")
 
-    monkeypatch.setattr("e2e.sweeps.workers.ProcessPoolExecutor", note)
+    monkeypatch.setattr("e2e.sweeps.worker_process.ProcessPoolExecutor", note)
     with pytest.raises(InputError, match="no pool"):
         next(each_in_processes(len, {0: ""}, 1))
     code = f"import sys, {told[0]}; sys.exit('torch' in sys.modules)"
