@@ -244,7 +244,7 @@ def _statistics(found: Sequence[ServingError], name: str) -> dict[str, float]:
         "median": float(np.median(np.abs(signed))),
         "p90": float(np.quantile(np.abs(signed), 0.9)),
         "bias": float(signed.mean()),
-        "inside": float(np.mean([each.inside[name] for each in found if name in each.inside] or [0.0])),
+        "inside": float(np.mean([each.inside[name] for each in found if name in each.inside] or [False])),
     }
 
 
