@@ -113,7 +113,9 @@ class ServingRequest(ServedLoad):
     """A language model on GPUs, and the requests that it serves; by the names of the command line."""
 
     routing: str = option(
-        "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
+        "Tokens of each expert: power-law=1.01 (default, as trained routers), drawn (all alike), balanced.",
+        default="power-law=1.01",
+        panel=MODEL_PANEL,
     )
     gpu: str = option(
         "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default="", panel=GPU_PANEL

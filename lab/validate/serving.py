@@ -7,7 +7,7 @@
 * ``serving/gpt_fast.csv.gz``: tokens per second of one sequence.
 
 Constants of engines that are fitted to whole rows are those of ``engines.yaml``; for ``left out`` figures they are
-fitted anew (:mod:`lab.fit.engines`) without the rows of the group.
+fitted anew (:mod:`lab.validate.engine_times`) without the rows of the group.
 """
 
 from __future__ import annotations
