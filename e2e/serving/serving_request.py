@@ -35,7 +35,7 @@ def seconds_of(name: str, value: str | float) -> float:
 
 
 def _seconds_option(name: str, help: str) -> Any:
-    return option(help, default=None, read=lambda value: seconds_of(name, value), panel=LOAD_PANEL)
+    return option(help, default=None, read=lambda value: seconds_of(name, value), as_text=True, panel=LOAD_PANEL)
 
 
 def _requests(value: int | str | Path) -> int | Path:
@@ -144,7 +144,7 @@ class ServingRequest(ServedLoad):
     )  # fmt: skip
     requests: int | Path | None = option(
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
-        "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
+        "Mooncake.", default=None, read=_requests, as_text=True, panel=LOAD_PANEL,
     )  # fmt: skip
     prefix_length: int | None = option(
         "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL
