@@ -77,7 +77,7 @@ def serve(request: ServingRequest, tables: StepPrice | None = None) -> ServingAn
     deployment = deployment_of(request)
     room = cache_room(deployment)
     workload = workload_of(request)
-    longest = longest_request(deployment.model, workload, request)
+    longest = workload.longest
     if room.tokens < longest:
         shortage = room.shortage(deployment, longest)
         raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
@@ -191,15 +191,3 @@ def _plain_workload(request: ServingRequest) -> Workload:
     if request.duration is not None:
         raise InputError("--duration: is for --rate and traces; with --concurrency give the number of --requests")
     return closed_loop(*lengths, concurrency, count or min(10 * concurrency, MOST_REQUESTS), request.shortest_length)
-
-
-def longest_request(model: ServedModel, workload: Workload, request: ServingRequest) -> int:
-    """Most tokens of one request; ``InputError`` if the model takes fewer."""
-    longest = int((workload.inputs + workload.outputs).max())
-    if longest > model.longest:
-        asked = request.trace or f"--input-length {request.input_length} --output-length {request.output_length}"
-        raise InputError(
-            f"{asked}: {longest:,} tokens are more than the {model.longest:,} of {model.name}; give fewer, or a "
-            "--model-config with a larger max_position_embeddings"
-        )
-    return longest

@@ -24,7 +24,7 @@ from e2e.serving.deployment import Deployment
 from e2e.serving.replicas import serve_workload
 from e2e.serving.schedule import Scheduler, ServedRun
 from e2e.serving.served_model import Experts, LatentAttention, ServedModel
-from e2e.serving.serving_answer import ServingAnswer, deployment_of, longest_request, model_of, workload_of
+from e2e.serving.serving_answer import ServingAnswer, deployment_of, model_of, workload_of
 from e2e.serving.serving_request import PlanRequest, ServingRequest
 from e2e.serving.serving_result import PROBABILITY, latency_intervals
 from e2e.serving.step_price import StepPrice
@@ -190,7 +190,7 @@ def _rows(task: _Task) -> list[PlanRow] | ProjectError:
 def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) -> list[PlanRow]:
     deployment = deployment_of(asked)
     room = cache_room(deployment)
-    longest = longest_request(deployment.model, workload_of(replace(asked, requests=_LEAST)), asked)
+    longest = workload_of(replace(asked, requests=_LEAST)).longest
     if room.tokens < longest:
         raise ShortageError(room.shortage(deployment, longest))
     copy = _Copy(request, asked, deployment, StepPrice(deployment), room)

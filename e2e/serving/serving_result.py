@@ -325,10 +325,15 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         decoding = sum(spent[: split.decode]) / split.decode / span
         prompts = sum(spent[split.decode :]) / split.prefill / span
         found.append(f"copies for prompts compute {prompts:.0%} of the time, those for decoding {decoding:.0%}")
-    if deployment.model.expert_parameters and deployment.routing is None:
-        found.append("tokens choose experts at random, all equally likely (--routing)")
+    if deployment.model.expert_parameters:
+        found.append(f"tokens choose experts by the distribution {request.routing} (--routing)")
     if request.concurrency is None and request.rate is None and request.trace is None:
         found.append("one user (--concurrency, --rate or --requests FILE for more)")
+    if answer.workload.longest > deployment.model.longest:
+        found.append(
+            f"requests of up to {answer.workload.longest:,} tokens are longer than the {deployment.model.longest:,} of "
+            "max_position_embeddings: engines take them only if they are told to"
+        )
     if analytic > 0.3:
         found.append(
             f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU"

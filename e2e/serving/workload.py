@@ -33,6 +33,11 @@ class Workload:
         """Number of requests."""
         return len(self.inputs)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return int((self.inputs + self.outputs).max())
+
 
 def drawn_lengths(mean: int, shortest: float, count: int, seed: int) -> np.ndarray:
     """``count`` whole lengths, even between ``shortest`` x ``mean`` and ``mean``, in a fixed shuffled order."""

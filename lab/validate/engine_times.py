@@ -6,7 +6,7 @@ per step, one with more per sequence) give the line, and every choice of constan
 (GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are fitted to the other groups
 of its engine; of an engine with one group, to those of the other engines.
 
-    python -m lab.validate.engine_times --data DATA    # prints the constants, with and without each group, and the bands
+    python -m lab.validate.engine_times --data DATA    # the constants, also without each group, and the bands
 """
 
 from __future__ import annotations
