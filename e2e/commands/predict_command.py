@@ -91,7 +91,7 @@ def _parameter(each: OptionField, note: str) -> inspect.Parameter:
     default = None if each.needed else each.default
     if each.words.several:
         kind, default = list[str], None
-    elif each.words.read is not None and kind in (int, float):  # such as 500ms
+    elif each.words.as_text:
         kind = str
     elif not each.simple and default is not None:
         default = each.text(default) or None

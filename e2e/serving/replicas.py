@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,21 +35,34 @@ def serve_workload(
     if decoders is not None or router == "least-loaded":
         _serve(load, numbers, load.concurrency, replicas, decoders)
         return
-    # These routers ask no replica for its state: each replica is served for itself.
     count = len(replicas)
     if router == "prefix" and load.prefixes is not None:
         places = np.array([each[0] % count if each else number % count for number, each in enumerate(load.prefixes)])
     else:
         places = numbers % count
+    if load.arrivals is None and load.concurrency < count:
+        _serve(load, numbers, load.concurrency, replicas, None, places)
+        return
+    # These routers ask no replica for its state: each replica is served for itself, which is faster.
     for place, replica in enumerate(replicas):
-        clients = load.concurrency // count + (place < load.concurrency % count)
-        _serve(load, numbers[places == place], max(clients, 1), [replica], None)
+        own = numbers[places == place]
+        # Clients wait where their requests are served.
+        clients = math.ceil(load.concurrency * len(own) / load.count - place / count)
+        _serve(load, own, max(clients, 1), [replica], None)
 
 
 def _serve(
-    load: Workload, numbers: np.ndarray, concurrency: int, replicas: Sequence[Scheduler], decoders: Decoders | None
+    load: Workload,
+    numbers: np.ndarray,
+    concurrency: int,
+    replicas: Sequence[Scheduler],
+    decoders: Decoders | None,
+    places: np.ndarray | None = None,
 ) -> None:
-    """Serve the requests ``numbers``, in time order: the earliest of all replicas makes the next step."""
+    """Serve the requests ``numbers``, in time order: the earliest of all replicas makes the next step.
+
+    ``places``: replica of each request; ``None``: the least loaded.
+    """
     left, position, listed = len(numbers), 0, numbers.tolist()
     arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
     # Heap of the times at which clients send; in a closed loop all start at once.
@@ -74,7 +88,8 @@ def _serve(
                 each = _sequence(load, number, inputs[number], outputs[number] - 1)
                 if decoders:
                     each.left = 0
-                min(replicas, key=_queue).submit(each, when)
+                chosen = min(replicas, key=_queue) if places is None else replicas[int(places[number])]
+                chosen.submit(each, when)
             else:
                 number = heapq.heappop(handed)[1]
                 each = ServedSequence(number, inputs[number], outputs[number] - 1, done=inputs[number])

@@ -198,6 +198,7 @@ class ServedModel:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
+_MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
 _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "roberta", "t5", "vit", "xlm-roberta")
 # Model types whose attention normalises queries and keys.
 _NORMALISED = (
@@ -214,19 +215,24 @@ def served_model(config: Mapping[str, Any], source: str) -> ServedModel:
     if config.get("is_encoder_decoder") or kind in _ENCODERS:
         raise InputError(f"{source}: has an encoder ({kind}); serving is modelled for decoders only")
     hidden = read.number("hidden_size", "n_embd", "d_model")
-    count = read.number("num_hidden_layers", "n_layer", "num_layers")
+    count = read.number("num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS)
     kinds = _layer_kinds(config, count)
     layers = Counter(
         Layer(_mixer(read, kind, hidden, kinds[place]), _block(read, kind, hidden, place)) for place in range(count)
     )
-    stored, experts = stored_precision(config)
+    try:
+        stored, experts = stored_precision(config)
+    except (TypeError, ValueError, AttributeError):
+        raise InputError(f"{source}: quantization_config cannot be read; correct it, or leave it out") from None
     return ServedModel(
         name=str(config.get("_name_or_path") or source),
         hidden=hidden,
-        vocabulary=read.number("vocab_size"),
+        vocabulary=read.number("vocab_size", most=1 << 24),
         layers=tuple(layers.items()),
         tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"))),
-        longest=read.number("max_position_embeddings", "n_positions", "max_sequence_length", default=1 << 20),
+        longest=read.number(
+            "max_position_embeddings", "n_positions", "max_sequence_length", default=1 << 20, most=1 << 31
+        ),
         stored=stored,
         stored_experts=experts,
         predicting=read.number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", default=0),
@@ -248,12 +254,13 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
 
-    def number(self, *names: str, default: int | None = None) -> int:
+    def number(self, *names: str, default: int | None = None, most: int = 1 << 20) -> int:
         for name in names:
             value = self.config.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
-                if value < 0:
-                    raise InputError(f"{self.source}: {name} is {value}; it must not be below zero")
+                least = 1 if default is None else 0
+                if not least <= value <= most:
+                    raise InputError(f"{self.source}: {name} is {value}; it must be from {least} to {most:,}")
                 return value
         if default is None:
             kind = self.config.get("model_type", "no model_type")
@@ -299,7 +306,7 @@ def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
             read.number("index_head_dim", default=0),
             read.number("index_topk", default=0),
         )
-    width = read.number("head_dim", default=0) or hidden // heads
+    width = read.number("head_dim", default=0) or max(hidden // heads, 1)
     groups = read.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         groups = 1
@@ -318,8 +325,8 @@ def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
 
 def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | Experts:
     config = read.config
-    count = read.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
-    dense = place < read.number("first_k_dense_replace", default=0) or place in (config.get("mlp_only_layers") or ())
+    count = read.number("n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
+    dense = place < read.number("first_k_dense_replace", default=0) or place in _listed(config, "mlp_only_layers")
     step = read.number("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
     if count < 2 or dense or (place + 1) % step:
         inner = read.number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
@@ -327,7 +334,13 @@ def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | E
     inner = read.number("moe_intermediate_size", "intermediate_size")
     shared = read.number("shared_expert_intermediate_size", default=0)
     shared = shared or read.number("n_shared_experts", "num_shared_experts", default=0) * inner
-    return Experts(count, read.number("num_experts_per_tok", "experts_per_token", "moe_topk"), inner, shared)
+    chosen = read.number("num_experts_per_tok", "experts_per_token", "moe_topk", most=count)
+    return Experts(count, chosen, inner, shared)
+
+
+def _listed(config: Mapping[str, Any], name: str) -> list[Any]:
+    found = config.get(name)
+    return found if isinstance(found, list) else []
 
 
 def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import NormalDist
 
-from costmodel.base.errors import InputError, MachineError, ShortageError
+from costmodel.base.errors import InputError, ProjectError, ShortageError
 from costmodel.base.process import usable_cores
 from costmodel.base.units import whole_number
 from costmodel.gpu.families.rates import dense_peak
@@ -113,23 +113,26 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
     prices = None if request.price is None else read_prices(request.price)
     tasks = dict(enumerate(_tasks(request, prices)))
     workers = request.workers or usable_cores()
-    plan = ServingPlan(request)
+    plan, errors = ServingPlan(request), list[ProjectError]()
     if workers == 1 or len(tasks) < 4:
-        found: Iterator[tuple[int, list[PlanRow] | str]] = ((place, _rows(task)) for place, task in tasks.items())
+        found: Iterator[tuple[int, list[PlanRow] | ProjectError]] = (
+            (place, _rows(task)) for place, task in tasks.items()
+        )
     else:
         found = each_in_processes(_rows, tasks, workers, tie_worker)
     try:
         for done, (place, rows) in enumerate(found, 1):
-            if isinstance(rows, str):
-                plan.refused.append(rows)
+            if isinstance(rows, ProjectError):
+                errors.append(rows)
+                plan.refused.append(str(rows))
             else:
                 plan.rows += rows
             asked = tasks[place][1]
             progress(done, len(tasks), f"{asked.gpus} x {asked.gpu}, {asked.engine}, {asked.parallel}")
     except KeyboardInterrupt:
         plan.stopped = True
-    if not plan.rows and not plan.stopped and plan.refused:
-        raise ShortageError(f"no deployment is possible, such as {plan.refused[0]}")
+    if errors and not plan.rows and not plan.stopped:
+        raise next((each for each in errors if isinstance(each, ShortageError)), errors[0])
     plan.rows.sort(key=lambda row: (row.cost, -row.probability, -_throughput(row)))
     return plan
 
@@ -176,17 +179,20 @@ def _precisions(request: PlanRequest, model: ServedModel, gpu: str) -> list[str]
     return ["", "weights=fp8,kv=fp8"] if eight and not (model.stored or model.stored_experts) else [""]
 
 
-def _rows(task: _Task) -> list[PlanRow] | str:
+def _rows(task: _Task) -> list[PlanRow] | ProjectError:
     """Settings of one deployment, or why it has none."""
-    request, asked, price = task
     try:
-        deployment = deployment_of(asked)
-        room = cache_room(deployment)
-        longest = longest_request(deployment.model, workload_of(replace(asked, requests=_LEAST)), asked)
-    except (InputError, MachineError) as error:
-        return str(error)
+        return _settings(*task)
+    except ProjectError as error:
+        return error
+
+
+def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) -> list[PlanRow]:
+    deployment = deployment_of(asked)
+    room = cache_room(deployment)
+    longest = longest_request(deployment.model, workload_of(replace(asked, requests=_LEAST)), asked)
     if room.tokens < longest:
-        return room.shortage(deployment, longest)
+        raise ShortageError(room.shortage(deployment, longest))
     copy = _Copy(request, asked, deployment, StepPrice(deployment), room)
     rows: list[PlanRow] = []
     for users in (1 << place for place in range(14)):

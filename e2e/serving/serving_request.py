@@ -35,7 +35,7 @@ def seconds_of(name: str, value: str | float) -> float:
 
 
 def _seconds_option(name: str, help: str) -> Any:
-    return option(help, default=None, read=lambda value: seconds_of(name, value), panel=LOAD_PANEL)
+    return option(help, default=None, read=lambda value: seconds_of(name, value), as_text=True, panel=LOAD_PANEL)
 
 
 def _requests(value: int | str | Path) -> int | Path:
@@ -113,7 +113,9 @@ class ServingRequest(ServedLoad):
     """A language model on GPUs, and the requests that it serves; by the names of the command line."""
 
     routing: str = option(
-        "Tokens of each expert: drawn (default), balanced, or power-law=1.2.", default="drawn", panel=MODEL_PANEL
+        "Tokens of each expert: power-law=1.01 (default, as trained routers), drawn (all alike), balanced.",
+        default="power-law=1.01",
+        panel=MODEL_PANEL,
     )
     gpu: str = option(
         "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default="", panel=GPU_PANEL
@@ -142,7 +144,7 @@ class ServingRequest(ServedLoad):
     )  # fmt: skip
     requests: int | Path | None = option(
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
-        "Mooncake.", default=None, read=_requests, panel=LOAD_PANEL,
+        "Mooncake.", default=None, read=_requests, as_text=True, panel=LOAD_PANEL,
     )  # fmt: skip
     prefix_length: int | None = option(
         "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL

@@ -37,6 +37,8 @@ class Words:
     panel: str = ""
     # Conversion of a user's value to a value of the field; values of the field stay unchanged.
     read: Callable[[Any], Any] | None = None
+    # True if a command line gives `read` the text of the value, such as 500ms.
+    as_text: bool = False
     # Conversion of a value to a text that `read` accepts.
     write: Callable[[Any], str] | None = None
     # Advice for an unsupported name that other tools have.

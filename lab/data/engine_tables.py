@@ -144,7 +144,7 @@ def _restricted(columns: Mapping[str, np.ndarray], machine: str) -> np.ndarray:
     names = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts")
     sizes = list(zip(*(columns[name].tolist() for name in names), strict=True))
     wrong = {key for key, each in zip(sizes, beyond, strict=True) if each}
-    return balanced & np.array([key in wrong for key in sizes], dtype=bool)
+    return np.asarray(balanced & np.array([key in wrong for key in sizes], dtype=bool))
 
 
 _LONGER = 1.3  # times the least time of more tokens

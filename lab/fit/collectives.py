@@ -252,9 +252,9 @@ def fit_engine_reduces(
         engine: {name: dataclasses.replace(each, margin=margins[engine]) for name, each in members.items()}
         for engine, members in engines.items()
     }
-    rows = {Path(table.source): len(table.rows) for table in tables}
+    counted = {Path(table.source): len(table.rows) for table in tables}
     licence = "ai-dynamo/aiconfigurator (Apache-2.0)"
-    provenance = {"command": _COMMAND, "sources": licence, "selection": _OWN_SELECTION, **named_tables(rows, data)}
+    provenance = {"command": _COMMAND, "sources": licence, "selection": _OWN_SELECTION, **named_tables(counted, data)}
     return [write_engine_reduces(engines, provenance, output)]
 
 

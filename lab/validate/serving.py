@@ -7,7 +7,7 @@
 * ``serving/gpt_fast.csv.gz``: tokens per second of one sequence.
 
 Constants of engines that are fitted to whole rows are those of ``engines.yaml``; for ``left out`` figures they are
-fitted anew (:mod:`lab.fit.engines`) without the rows of the group.
+fitted anew (:mod:`lab.validate.engine_times`) without the rows of the group.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _statistics(found: Sequence[ServingError], name: str) -> dict[str, float]:
         "median": float(np.median(np.abs(signed))),
         "p90": float(np.quantile(np.abs(signed), 0.9)),
         "bias": float(signed.mean()),
-        "inside": float(np.mean([each.inside[name] for each in found if name in each.inside] or [0.0])),
+        "inside": float(np.mean([each.inside[name] for each in found if name in each.inside] or [False])),
     }
 
 

@@ -153,3 +153,15 @@ def test_expected_tokens_of_speculation_shorten_the_run() -> None:
     price = _ToyPrice(engine_named("vllm"), tokens_per_step=2.5)
     serve_workload(load, [Scheduler(cast("StepPrice", price), 10_000, run)])
     assert run.last[0] - run.first[0] == pytest.approx(40 / 2.5)
+
+
+def test_all_clients_wait_where_all_requests_go() -> None:
+    load = with_prefixes(closed_loop(100, 5, 8, 40), 50, 1.0, 1)
+    one, four = _served(load), _served(load, replicas=4, router="prefix")
+    assert four.last.max() == one.last.max()
+    assert sum(each > 0 for each in four.busy_seconds) == 1
+
+
+def test_one_client_gets_no_more_from_two_replicas() -> None:
+    load = closed_loop(100, 5, 1, 4)
+    assert _served(load, replicas=2).last.max() == pytest.approx(_served(load).last.max())

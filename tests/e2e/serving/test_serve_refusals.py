@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from typer.testing import CliRunner
 
 import e2e
 from costmodel.base.errors import InputError, MachineError, ProjectError, ShortageError
+from e2e.capture.models.configurations import served, with_defaults
 from e2e.commands.cli import app
+from e2e.serving.served_model import served_model
 
 GPU: dict[str, Any] = {"gpu": "h100-sxm"}
 BASE = {"model": "llama-3.1-8b", **GPU}
@@ -109,3 +113,14 @@ def test_the_command_prints_the_field_words():
         assert f"\n{word}" in done.stdout
     wrong = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--rate", "0")
     assert wrong.exit_code == 2 and wrong.stderr.count("\n") == 1
+
+
+def test_damaged_configurations_are_refused_in_one_line():
+    """Any value in place of any other: a model, or one line."""
+    drawn, sound = random.Random(3), served("deepseek-v3.2")
+    values = [0, -1, 10**9, 1.5, float("nan"), None, "x", [], [1], {"a": 1}, True]
+    for _ in range(400):
+        config = {**sound, **{name: drawn.choice(values) for name in drawn.sample(sorted(sound), 2)}}
+        with suppress(InputError):
+            model = served_model(with_defaults(config), "config.json")
+            assert 1 <= model.depth <= 2000 and model.hidden >= 1

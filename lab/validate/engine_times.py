@@ -6,7 +6,7 @@ per step, one with more per sequence) give the line, and every choice of constan
 (GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are fitted to the other groups
 of its engine; of an engine with one group, to those of the other engines.
 
-    python -m lab.fit.engines --data DATA    # prints the constants, with and without each group, and the bands
+    python -m lab.validate.engine_times --data DATA    # prints the constants, with and without each group, and the bands
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ app = program(fit_command)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return run(app, "lab.fit.engines", arguments)
+    return run(app, "lab.validate.engine_times", arguments)
 
 
 if __name__ == "__main__":
