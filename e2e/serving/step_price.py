@@ -22,8 +22,8 @@ from e2e.serving.step_work import StepWork, Work
 
 # Rows for which steps are priced; between them time is interpolated.
 _SMALL = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-_LARGE = (576, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288,
-          16384, 20480, 24576, 32768)  # fmt: skip
+_LARGE = (576, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240,
+          12288, 16384, 20480, 24576, 32768)  # fmt: skip
 _ROWS = _SMALL + _LARGE
 _SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _CONTEXTS = tuple(sorted({round(2 ** (place / 2)) for place in range(8, 41)}))

@@ -70,7 +70,14 @@ TENSOR = {"volta": 1024, "turing": 1024, "hopper": 4096, "blackwell": 8192, "ada
 GEFORCE = ("rtx-2080-ti", "rtx-3090", "rtx-4090", "rtx-5090")
 # Datasheets whose rates are at another clock than the boost clock beside them (H100: 1,830 and 1,620 MHz; B200; GB200
 # and GB300: of their higher limit), or cut by licence (H20).
-_SLOWER = {"h100-sxm": 1830 / 1980, "gh200": 1830 / 1980, "gh200-144gb": 1830 / 1980, "h100-sxm-96gb": 1830 / 1980, "h200-sxm": 1830 / 1980, "h100-pcie": 1620 / 1755}
+_SLOWER = {
+    "h100-sxm": 1830 / 1980,
+    "gh200": 1830 / 1980,
+    "gh200-144gb": 1830 / 1980,
+    "h100-sxm-96gb": 1830 / 1980,
+    "h200-sxm": 1830 / 1980,
+    "h100-pcie": 1620 / 1755,
+}
 _SLOWER |= {"b200-sxm": 1855 / 1965, "b200-sxm-simumax": 1855 / 1965, "b300-sxm": 1855 / 1965}
 _SLOWER |= {"gb200": 2062 / 1965, "gb300": 2062 / 1965, "h20": 148 / 632.6}
 
