@@ -353,7 +353,7 @@ class Recorder(TorchDispatchMode):
             return
         row = self._begin(name)
         row["inputs"] = self.convert.values(inputs)
-        row["attributes"] = self._with_stream(dict(attributes))
+        row["attributes"] = self._with_stream(dict(attributes) | self._memory_changes())
         row["outputs"] = self.convert.values(outputs)
 
     def note_numbers(self, count: int) -> None:
@@ -483,14 +483,7 @@ class Recorder(TorchDispatchMode):
         row["inputs"] = tuple(self.convert.value(argument) for argument in args)
         attributes: dict[str, Value] = {"overload": overload} if overload else {}
         attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
-        freed = self.convert.identities.freed()
-        if freed:
-            attributes["freed"] = freed
-        if self._gradients is not None:
-            attributes["gradients"], self._gradients = self._gradients, None
-        made = self.convert.identities.made()
-        if made:
-            attributes["made"] = made
+        attributes |= self._memory_changes()
         if self._recomputes():
             attributes[RECOMPUTED] = True
         row["attributes"] = self._with_stream(attributes)
@@ -513,6 +506,13 @@ class Recorder(TorchDispatchMode):
             parent, sequence, module = self._script_parent(name), self._forward_sequence(line), self._module()
         thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
         return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module, line)
+
+    def _memory_changes(self) -> dict[str, Value]:
+        """Return what has been freed, cleared and allocated by no operator since the last call."""
+        identities, gradients = self.convert.identities, self._gradients
+        self._gradients = None
+        told = {"freed": identities.freed() or None, "gradients": gradients, "made": identities.made() or None}
+        return {name: value for name, value in told.items() if value is not None}
 
     def _with_stream(self, attributes: dict[str, Value]) -> dict[str, Value]:
         """Add the current stream to ``attributes``, unless it is the default one."""

@@ -390,6 +390,16 @@ def test_the_first_version_of_fsdp_gathers_and_scatters_what_the_second_does(tmp
     assert Counter(first[:-1]) == Counter(meetings_of_fsdp(tmp_path, SECOND))
 
 
+def test_the_first_version_of_fsdp_holds_whole_parameters_no_longer_than_a_block(tmp_path):
+    body = FSDP1.format(
+        start='dist.init_process_group("nccl")', wrapped=f"model = {FIRST}use_orig_params=True)", clipped="pass"
+    )
+    (usage,) = lowered(written(tmp_path, body.replace("64", "1024")), 4).memory.values()
+    shards = (2 * 1024 + 8) * 1024 * FLOAT // 4
+    held = sum(usage.breakdown[role] for role in ("parameters", "gradients", "optimizer_state"))
+    assert 4 * shards <= held < 5.1 * shards  # with the two moments; a whole block is two more
+
+
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 def test_sharding_strategies_of_the_first_version_of_fsdp(tmp_path):
     block, head = 64 * 64 * FLOAT, 64 * 8 * FLOAT
