@@ -228,8 +228,8 @@ class GpuDecisions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return _property(func, args, kwargs)
-        if name in NOT_OPERATORS:
-            return func(*args, **kwargs)
+        if name in NOT_OPERATORS or not all(issubclass(kind, torch.Tensor) for kind in types):
+            return func(*args, **kwargs)  # of values of torch.fx too
         if name == "tolist" and args[0].device.type == "meta":
             return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodel.operators.device_work import Elementwise
 from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
@@ -403,7 +403,7 @@ class _Builder:
             self._emit(call, work.get(call.id, []))
         if inside is not None:
             inside.end_unit()
-        return self.writer.finish()
+        return replace(self.writer.finish(), graphs=self.trace.graphs)
 
     # --- launches of calls ------------------------------------------------------------------------
 

@@ -248,29 +248,44 @@ def fitted(seconds: float) -> Duration:
     return Duration(seconds, seconds, seconds, "host", "fitted")
 
 
-def as_cuda_graph(graph: ExecutionGraph, launch_seconds: float) -> ExecutionGraph:
-    """Return ``graph`` replayed as one CUDA graph: one host launch of ``launch_seconds``; tasks follow without the
-    host.
+def as_cuda_graph(graph: ExecutionGraph, launch_seconds: float, whole: bool = True) -> ExecutionGraph:
+    """Return the ``whole`` of ``graph``, or the calls that its ranks say, replayed as CUDA graphs: one host launch of
+    ``launch_seconds`` for each; tasks follow without the host.
 
     The host cannot wait inside a captured region; such waits are left out.
     """
-    return replace(graph, ranks=tuple(_captured(rank, launch_seconds) for rank in graph.ranks))
+    return replace(graph, ranks=tuple(_captured(rank, launch_seconds, whole) for rank in graph.ranks))
 
 
-def _captured(rank: RankGraph, launch_seconds: float) -> RankGraph:
-    threads = {}
-    for name, actions in rank.threads.items():
-        kept = list(_without_host(actions))
-        threads[name] = tuple(kept)
-    first = next(iter(threads))
-    start = HostWork("T4", None, fitted(launch_seconds))
-    threads[first] = (start, *threads[first])
-    return replace(rank, threads=threads)
+def _captured(rank: RankGraph, launch_seconds: float, whole: bool) -> RankGraph:
+    begun: set[int] = set()
+    launch = HostWork("T4", None, fitted(launch_seconds))
 
+    def numbered(actions: Sequence[Action]) -> list[tuple[Action, int | None]]:
+        """Return actions with their graphs; a gap is in that of the call behind it."""
+        found: list[tuple[Action, int | None]] = []
+        behind: int | None = None
+        for action in reversed(actions):
+            call = rank.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)
+            if not isinstance(action, HostWork | Synchronize | Launch):
+                found.append((action, None))
+                continue
+            if not isinstance(action, HostWork) or action.kind != "T1":
+                behind = None if call is None else rank.graphs.get(call)
+            found.append((action, 0 if whole else behind))
+        return found[::-1]
 
-def _without_host(actions: Iterable[Action]) -> Iterator[Action]:
-    nothing = fitted(0.0)
-    for action in actions:
-        if isinstance(action, HostWork | Synchronize):
-            continue
-        yield replace(action, duration=nothing) if isinstance(action, Launch) else action
+    def replayed(actions: Sequence[Action]) -> Iterator[Action]:
+        for action, number in numbered(actions):
+            if number is None:
+                yield action
+                continue
+            if number not in begun:
+                begun.add(number)
+                if not whole and isinstance(action, HostWork) and action.kind == "T1":
+                    yield action  # the way to the launch
+                yield launch
+            if isinstance(action, Launch):
+                yield replace(action, duration=fitted(0.0))
+
+    return replace(rank, threads={name: tuple(replayed(actions)) for name, actions in rank.threads.items()})

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, ScaledGemm
-from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.recorder import Recorder
+from e2e.capture.regions import Regions
 from e2e.capture.session import recording
 from e2e.commands.e2e_api import predict
 from e2e.lowering.lower_trace import lower, lower_step
@@ -29,11 +29,11 @@ OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenG
 def watched(run: Callable[[], Any]) -> OperatorTrace:
     """Trace of what ``run`` does, recorded as a program is."""
     recorder = Recorder({})
-    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.regions, recorder.custom = Regions(), CustomOperators()
     with recording(recorder, OPTIONS):
         run()
-    calls = recorder.cut()
-    return OperatorTrace(calls, compiled=bool(recorder.compiled), regions=recorder.last_parts)
+    step = recorder.cut()
+    return OperatorTrace(step.calls, compiled=bool(recorder.compiled), regions=step.regions)
 
 
 def kernels(trace: OperatorTrace) -> list[str]:
