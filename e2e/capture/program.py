@@ -53,6 +53,7 @@ from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import MOST_CALLS, NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
+from e2e.capture.started_programs import Start, started_programs
 from e2e.capture.written_files import kept_files
 from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, shape_of, tensors
 from e2e.step.options import StepOptions
@@ -320,10 +321,11 @@ def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn]) -> None:
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn], command: Start) -> None:
     """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
 
-    ``scratch``: folder for files that the program must not find later.
+    ``scratch``: folder for files that the program must not find later. ``command``: words that capture another program,
+    which takes the place of this one.
     """
     launch, place = job.launch, job.place
     recorder = Recorder({})
@@ -378,11 +380,17 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
+        beside = stack.enter_context(started_programs(command))
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
         with reporting(launch.title):  # before the job is taken down
-            _start(launch, hub)
-            finder.at_end()
+            try:
+                _start(launch, hub)
+                finder.at_end()
+            except ModelError as error:
+                if not beside or finder.digests:
+                    raise
+                raise ModelError(f"{error}; it started other programs: predict {beside[-1]}") from None
 
 
 def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:
@@ -444,7 +452,12 @@ def main(job_file: str, answer_file: str) -> None:
         sys.stderr.flush()
         _end_process(0)
 
+    def command(launch: Launch) -> list[str]:
+        with open(job_file, "wb") as file:
+            pickle.dump(replace(job, launch=replace(launch, processes=job.launch.processes)), file)
+        return [sys.executable, "-P", "-m", "e2e.capture", job_file, answer_file]
+
     try:
-        run_program(job, Path(job_file).parent, answer)
+        run_program(job, Path(job_file).parent, answer, command)
     except (ModelError, InputError) as error:
         answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
