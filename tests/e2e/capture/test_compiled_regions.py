@@ -74,6 +74,23 @@ def test_calls_of_one_compiled_module_are_regions_of_their_own():
     assert "aten::threshold_backward" in backward
 
 
+def test_what_is_not_to_be_compiled_is_no_part_of_the_region_around_it():
+    def run() -> None:
+        @torch.compiler.disable
+        def apart(given: torch.Tensor) -> torch.Tensor:
+            return given.cos() * 2
+
+        @torch.compile
+        def compiled(given: torch.Tensor) -> torch.Tensor:
+            return apart(given.sigmoid() * 3).exp() + 1
+
+        compiled(tensor(64, 64)).sum().backward()
+
+    names = kernels(watched(run))
+    assert {"inductor::triton_fused_sigmoid_mul", "inductor::triton_fused_exp_add"} <= set(names)
+    assert {"aten::cos", "aten::sin"} <= set(names)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_compiled_step_of_an_optimizer_is_one_pass(whole: bool):
     def run() -> None:
