@@ -46,7 +46,7 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu, memory: MemoryIn
         for module in OUTER_MODULES:
             for switch in SWITCHES:
                 if hasattr(module, switch):
-                    stack.enter_context(patch.object(module, switch, _nothing_overrides))
+                    stack.enter_context(patch.object(module, switch, _overridden))
         for target, name, value in (
             *_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches(),
             *_memory_patches(memory or MemoryInUse(), gpu.memory_bytes),
@@ -56,8 +56,10 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu, memory: MemoryIn
         yield
 
 
-def _nothing_overrides(*args: Any) -> bool:
-    return False
+def _overridden(*args: Any) -> bool:
+    """True for what stands for a tensor and is none, such as a value of ``torch.fx``; modes are not asked here."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    return any(not isinstance(each, torch.Tensor) and hasattr(type(each), "__torch_function__") for each in given)
 
 
 class _WithoutGradients:

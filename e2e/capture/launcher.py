@@ -94,7 +94,7 @@ def _parsed(words: list[str]) -> Launch:
 
 def _console_script(name: str) -> str | None:
     """Return the file of the installed command ``name`` (``litgpt``) if it is a Python program."""
-    found = shutil.which(name)
+    found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))  # an environment not entered
     if found is None:
         return None
     with open(found, "rb") as file:

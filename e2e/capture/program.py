@@ -39,7 +39,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
-from e2e.capture.distributed.rank_processes import spawned_ranks
+from e2e.capture.distributed.rank_processes import spawned_ranks, started_programs
 from e2e.capture.distributed.rank_work import work_of
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.environment import DEFAULT_STREAM
@@ -53,7 +53,6 @@ from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import MOST_CALLS, NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
-from e2e.capture.started_programs import Start, started_programs
 from e2e.capture.written_files import kept_files
 from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, shape_of, tensors
 from e2e.step.options import StepOptions
@@ -321,11 +320,11 @@ def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
-def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], NoReturn], command: Start) -> None:
-    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return.
+def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Exception], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step, or the error of a program that it
+    starts, and does not return.
 
-    ``scratch``: folder for files that the program must not find later. ``command``: words that capture another program,
-    which takes the place of this one.
+    ``scratch``: folder for files that the program must not find later.
     """
     launch, place = job.launch, job.place
     recorder = Recorder({})
@@ -380,17 +379,20 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep], No
         stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())
-        beside = stack.enter_context(started_programs(command))
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
-        with reporting(launch.title):  # before the job is taken down
+
+        def start(inner: Launch) -> None:
             try:
-                _start(launch, hub)
-                finder.at_end()
-            except ModelError as error:
-                if not beside or finder.digests:
-                    raise
-                raise ModelError(f"{error}; it started other programs: predict {beside[-1]}") from None
+                with reporting(inner.title):
+                    _start(inner, hub)
+            except (ModelError, InputError) as error:
+                answer(error)  # what has started it might go on without it
+
+        stack.enter_context(started_programs(place, start))
+        with reporting(launch.title):  # before the job is taken down
+            _start(launch, hub)
+            finder.at_end()
 
 
 def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:
@@ -445,6 +447,8 @@ def main(job_file: str, answer_file: str) -> None:
     process = os.getpid()
 
     def answer(found: object) -> NoReturn:
+        if isinstance(found, Exception):
+            found = (InputError if isinstance(found, InputError) else ModelError)(str(found))
         if os.getpid() == process:
             with open(answer_file, "wb") as file:
                 pickle.dump(found, file)
@@ -452,12 +456,7 @@ def main(job_file: str, answer_file: str) -> None:
         sys.stderr.flush()
         _end_process(0)
 
-    def command(launch: Launch) -> list[str]:
-        with open(job_file, "wb") as file:
-            pickle.dump(replace(job, launch=replace(launch, processes=job.launch.processes)), file)
-        return [sys.executable, "-P", "-m", "e2e.capture", job_file, answer_file]
-
     try:
-        run_program(job, Path(job_file).parent, answer, command)
+        run_program(job, Path(job_file).parent, answer)
     except (ModelError, InputError) as error:
-        answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
+        answer(error)

@@ -123,7 +123,8 @@ class RankProcess:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        Thread(target=_show, args=(self._process.stdout,), daemon=True).start()
+        self._shown = Thread(target=_show, args=(self._process.stdout,), daemon=True)
+        self._shown.start()
 
     def result(self) -> FoundStep | WaitingRank:
         """Return the step, or what the rank waits for meanwhile.
@@ -163,18 +164,22 @@ class RankProcess:
     def end(self) -> None:
         """End the process and those that it has started, and remove its files."""
         _end(self._process)
+        self._shown.join(PAUSE_SECONDS)
         self._scratch.cleanup()
 
 
 def _show(output: IO[bytes]) -> None:
     """Pass the beginning of what a program says on to standard error; read the rest, so that it can go on."""
-    left = MOST_OUTPUT
+    left, last = MOST_OUTPUT, b""
     while text := os.read(output.fileno(), 1 << 16):
         if left > 0:
-            print(text[:left].decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            last = text[:left]
+            print(last.decode(errors="replace"), end="", file=sys.stderr, flush=True)
             left -= len(text)
             if left <= 0:
                 print("\n... (the program says more than is shown)", file=sys.stderr)
+    if left > 0 and last and not last.endswith(b"\n"):  # a line of progress
+        print(file=sys.stderr, flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
 
 from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
@@ -32,6 +33,7 @@ from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import (
+    NUMBERS,
     RECOMPUTED,
     NamedRange,
     NamedRanges,
@@ -472,6 +474,11 @@ class Recorder(TorchDispatchMode):
         row["attributes"] = self._with_stream({**attributes, **self._memory_changes()})
         row["outputs"] = self.convert.values(outputs)
 
+    def note_numbers(self, count: int) -> None:
+        """Note that the last call took ``count`` numbers from a list of the script, one by one."""
+        if self.enabled and self._rows and self._rows[-1]["name"] == "aten::lift_fresh":
+            self._rows[-1]["attributes"][NUMBERS] = count
+
     def copies_into(self, tensor: torch.Tensor) -> list[dict[str, Any]]:
         """Return the records of copies into the memory of ``tensor`` so far, last first; they may be amended."""
         storage = self.convert.identities.storage(tensor)
@@ -498,11 +505,14 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # there is no memory to pin
         selecting = SELECTIONS.get(func)
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
-        if not self.enabled or self._is_artefact(func):
+        # What a data loader's worker does takes no time of the program's own process.
+        if not self.enabled or self._is_artefact(func) or get_worker_info() is not None:
             return self._result(func, args, kwargs)
         body = None if self.custom is None else self.custom.implementation(func)
         if body is not None:

@@ -211,6 +211,8 @@ class CallInfo:
     recomputed: bool = False
     # Line of the script (``model.py:73``), if known.
     line: str = ""
+    # Number of numbers in the list of the script that it makes a tensor of.
+    numbers: int = 0
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,10 @@ def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
     return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
 
 
+def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
+    return import_module("e2e.capture.cuda_packages.mmcv").patches(module)  # type: ignore[no-any-return]
+
+
 def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
     """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
 
@@ -241,7 +245,11 @@ def cuda_packages(note: Note) -> Iterator[None]:
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
-        patches: dict[str, Patches] = {"bitsandbytes": _adapted, "torch.utils.cpp_extension": partial(_unbuilt, note)}
+        patches: dict[str, Patches] = {
+            "bitsandbytes": _adapted,
+            "mmcv.utils.ext_loader": _extended,
+            "torch.utils.cpp_extension": partial(_unbuilt, note),
+        }
         with current_stream, patched_imports(patches):
             yield
     finally:
@@ -252,6 +260,9 @@ def cuda_packages(note: Note) -> Iterator[None]:
 
 def missing_package(error: BaseException, frames: traceback.StackSummary) -> str | None:
     """Return what to do about an import that failed, or None for other errors."""
+    while error.__cause__ is not None and not (isinstance(error, ImportError) and error.name):
+        error = error.__cause__  # a library says that it could not import a part of itself
+        frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, ImportError) or not error.name:
         return None
     place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")

@@ -104,6 +104,8 @@ class Communication:
         self.groups = GroupNames()
         self.peers: set[int] = set()
         self.backend = "cuda:nccl,cpu:gloo"
+        # Names of groups of the host's own backend.
+        self.on_host: set[str] = set()
         self.settling = 1
         self._recorder = recorder
         self._record = recorder.record_call
@@ -129,6 +131,8 @@ class Communication:
             return func(*args, **kwargs)
         if name == "_c10d_functional::_wrap_tensor_autograd":
             return AsyncCollectiveTensor(args[0])  # without data PyTorch would make a tensor that waits for nothing
+        if name == "c10d::monitored_barrier_":
+            return None  # among hosts only (Gloo): Lightning's around what one rank does
         if func.namespace == "c10d":
             return self._eager(name, func, args, kwargs)
         if name == WAIT_TENSOR:
@@ -154,15 +158,17 @@ class Communication:
         if any(tensor.device.type != "cpu" for found in tensors for tensor in found):
             attributes = self._attributes(group, given, func)
             self._record(name, inputs, (written,), attributes | {"work": work.number})
-        elif self.backend == "nccl":
+        elif self.backend == "nccl" and group.group_name not in self.on_host:
             raise ModelError(f"{name}: NCCL takes tensors on the GPU, this one is on the CPU; move it to cuda")
         if len(func._schema.returns) == 2:
             return args[0], work.boxed()
-        return work.boxed()
+        return work.boxed() if func._schema.returns else None
 
     def barrier(self, group: Any, async_op: bool) -> RecordedWork | None:
         """Record a barrier: in NCCL an all-reduce of one element that the host waits for."""
         work = self._work([])
+        if group.group_name in self.on_host:
+            return work if async_op else None
         attributes = {"process_group": self.groups.name(group), "async_op": async_op, "work": work.number}
         self._record(EAGER_CALLS["barrier"], (), (), attributes | {"blocks_host": not async_op})
         return work if async_op else None

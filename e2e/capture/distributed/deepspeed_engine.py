@@ -31,6 +31,11 @@ _REFUSED: dict[str, object] = {
     "zero_hpz_partition_size": 1,
     "mics_shard_size": -1,
 }
+# Parts of a configuration that change the step and are not read.
+_UNREAD = (
+    "autotuning", "compression_training", "curriculum_learning", "data_efficiency", "eigenvalue", "hybrid_engine",
+    "progressive_layer_drop", "quantize_training", "sparse_attention", "tensor_parallel",
+)  # fmt: skip
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -102,6 +107,11 @@ def read_configuration(given: Any) -> Configuration:
         places["offload_optimizer"] == "cpu" and stage > 0,
     )
     return Configuration(values, settings, *_batch(values))
+
+
+def unread_parts(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the parts of a configuration that are switched on and change the step, but are not followed."""
+    return tuple(key for key in _UNREAD if values.get(key) and _part(values, key).get("enabled") is not False)
 
 
 def _part(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from costmodel.base.errors import ModelError
-from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize
+from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize, unread_parts
 from e2e.capture.distributed.zero import HostAdam, ZeroOptimizer
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
@@ -41,7 +41,10 @@ def deepspeed_package(recorder: Recorder, named: bool, note: Note) -> Iterator[N
 
     def start(*args: Any, **kwargs: Any) -> Any:
         note("deepspeed cannot run without a GPU: stood in for, its engine by its configuration")
-        return initialize(recorder, *args, **kwargs)
+        engine, *others = initialize(recorder, *args, **kwargs)
+        if parts := unread_parts(engine.config):
+            note(f"DeepSpeed's {', '.join(parts)} are not followed: the step is that of the same configuration without")
+        return engine, *others
 
     finder = _Finder(start)
     with ExitStack() as stack:
@@ -244,7 +247,12 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": {"see_memory_usage": _ignore},
     "deepspeed.runtime.zero": {"ZeroOptimizer": ZeroOptimizer},
-    "deepspeed.runtime.zero.partition_parameters": {**_ZERO, "ZeroParamStatus": ModuleType},
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": ModuleType,
+        "zero_wrapper_for_fp_tensor_constructor": lambda function, *args, **kwargs: function,
+        "_orig_torch_arange": torch.arange,
+    },
     "deepspeed.utils": _UTILS,
     "deepspeed.zero": _ZERO,
 }

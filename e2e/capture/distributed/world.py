@@ -345,7 +345,10 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     new_group = dist.new_group
 
     def group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **more: Any) -> Any:
-        return new_group(ranks, timeout, None, *args, **more)
+        made = new_group(ranks, timeout, None, *args, **more)
+        if backend == "gloo" and hasattr(made, "group_name"):
+            recorder.communication.on_host.add(made.group_name)
+        return made
 
     yield dist, "get_backend", lambda group=None: "nccl"
     yield c10d, "_set_pg_timeout", lambda timeout, group=None: None

@@ -29,6 +29,7 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "swin": {"image_processor_type": "ViTImageProcessor"},
     "clip": {"image_processor_type": "CLIPImageProcessor", "processor_class": "CLIPProcessor"},
     "wav2vec2": {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "processor_class": "Wav2Vec2Processor"},
+    "hubert": {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "processor_class": "Wav2Vec2Processor"},
     "whisper": {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "WhisperProcessor"},
 }
 

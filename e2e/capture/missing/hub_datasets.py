@@ -1,5 +1,5 @@
 """Data sets of the hub that are not on this machine, by their names: rows of the published columns, with texts as long
-as the published ones in the mean, and empty images.
+as the published ones in the mean, empty images and silence.
 
 All rows are alike, so that batches of any sampler have the same shape. What works on them (``map``, collators, streams)
 is the library's own.
@@ -19,6 +19,7 @@ from typing import Any
 
 from costmodel.base.errors import ModelError
 from e2e.capture.imports import patched_imports
+from e2e.capture.missing.sounds import Sound
 from e2e.capture.script_lines import users_line
 from e2e.capture.stand_ins import Note
 
@@ -59,7 +60,7 @@ class Talk:
     length: int
 
 
-Column = Text | Label | Picture | Talk | Mapping[str, "Column"]
+Column = Text | Label | Picture | Sound | Talk | Mapping[str, "Column"]
 Form = Mapping[str, Any]
 
 _PAIR = {"sentence1": Text(118), "sentence2": Text(118), "label": Label(2), "idx": Label(1)}
@@ -133,6 +134,27 @@ _FORMS: dict[str, Form] = {
     "smithsonian_butterflies_subset": {"image": Picture(512, 512), "name": Text(20)},
     "flowers-102-categories": {"image": Picture(500, 667)},
     "pokemon": {"image": Picture(512, 512)},
+    "librispeech_asr": {"file": Text(60), "audio": Sound(12.3), "text": Text(180), "speaker_id": Label(1),
+                        "chapter_id": Label(1), "id": Text(14)},
+    "librispeech_asr_dummy": {"file": Text(60), "audio": Sound(7.0), "text": Text(100), "id": Text(14)},
+    "minds14": {"path": Text(60), "audio": Sound(8.5, 8_000), "transcription": Text(70),
+                "english_transcription": Text(70), "intent_class": Label(14), "lang_id": Label(14)},
+    "speech_commands": {"file": Text(30), "audio": Sound(1.0), "label": Label(36), "is_unknown": Label(1)},
+    "superb:ks": {"file": Text(30), "audio": Sound(1.0), "label": Label(12)},
+    "superb:asr": {"file": Text(60), "audio": Sound(12.3), "text": Text(180), "id": Text(14)},
+    "common_language": {"client_id": Text(64), "path": Text(60), "audio": Sound(4.0, 48_000), "sentence": Text(50),
+                        "language": Label(45)},
+    "lj_speech": {"id": Text(10), "audio": Sound(6.6, 22_050), "file": Text(60), "text": Text(100),
+                  "normalized_text": Text(100)},
+    "voxpopuli": {"audio_id": Text(30), "audio": Sound(9.9), "raw_text": Text(130), "normalized_text": Text(130),
+                  "speaker_id": Text(6)},
+    "gtzan": {"file": Text(40), "audio": Sound(30.0, 22_050), "genre": Label(10)},
+    **dict.fromkeys(
+        ("common_voice", "common_voice_11_0", "common_voice_13_0", "common_voice_17_0"),
+        {"client_id": Text(64), "path": Text(60), "audio": Sound(5.3, 48_000), "sentence": Text(55),
+         "up_votes": Label(1), "down_votes": Label(1), "age": Text(8), "gender": Text(6), "accent": Text(6),
+         "locale": Text(2), "segment": Text(1)},
+    ),
     "naruto-blip-captions": _IMAGE_AND_TEXT,
     "pokemon-blip-captions": _IMAGE_AND_TEXT,
 }  # fmt: skip
@@ -289,6 +311,8 @@ def _value(kind: Any) -> Any:
         file = io.BytesIO()
         import_module("PIL.Image").new(kind.mode, (kind.width, kind.height)).save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
+    if isinstance(kind, Sound):
+        return {"bytes": kind.file(), "path": None}
     if isinstance(kind, Talk):
         return [
             {"role": ("user", "assistant")[turn % 2], "content": _value(Text(kind.length))}
@@ -309,6 +333,8 @@ def _feature(data: Any, kind: Any) -> Any:
         return data.Value("int64" if kind.classes else "float32")
     if isinstance(kind, Picture):
         return data.Image()
+    if isinstance(kind, Sound):
+        return data.Audio(sampling_rate=kind.rate)
     if isinstance(kind, Talk):
         return [{"role": data.Value("string"), "content": data.Value("string")}]
     if isinstance(kind, Mapping):
@@ -326,6 +352,8 @@ def _size(kind: Any) -> str:
         return f" ({kind.length:,} characters)"
     if isinstance(kind, Picture):
         return f" ({kind.width}x{kind.height})"
+    if isinstance(kind, Sound):
+        return f" ({kind.seconds} s)"
     if isinstance(kind, Talk):
         return f" ({kind.turns} messages of {kind.length:,} characters)"
     return ""

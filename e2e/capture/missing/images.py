@@ -1,15 +1,18 @@
-"""Images of torchvision's data sets that are not there, and torchvision itself beside a PyTorch without a GPU."""
+"""Images of torchvision's data sets that are not there; torchvision and torchaudio beside a PyTorch without a GPU."""
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -18,9 +21,9 @@ from e2e.capture.stand_ins import Note
 
 
 @contextmanager
-def torchvision_operators() -> Iterator[None]:
-    """Context in which a torchvision built for CUDA can be imported beside a PyTorch without it: its library does not
-    load there, and two of its operators are expected all the same.
+def libraries_for_cuda() -> Iterator[None]:
+    """Context in which a torchvision or torchaudio built for CUDA can be imported beside a PyTorch without it: its
+    library does not load there, and two operators of torchvision are expected all the same.
     """
     spec = importlib.util.find_spec("torchvision")
     with ExitStack() as stack:
@@ -28,7 +31,20 @@ def torchvision_operators() -> Iterator[None]:
             library = stack.enter_context(torch.library._scoped_library("torchvision", "DEF"))
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        stack.enter_context(patched_imports({"torchaudio._extension.utils": _without_library}))
         yield
+
+
+def _without_library(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    load = module._load_lib
+
+    def load_if_possible(library: str) -> bool:
+        try:
+            return bool(load(library))
+        except OSError:
+            return False  # as if it were not there, which torchaudio takes
+
+    yield module, "_load_lib", load_if_possible
 
 
 def _loads(libraries: Iterable[Path]) -> bool:
@@ -41,10 +57,38 @@ def _loads(libraries: Iterable[Path]) -> bool:
 
 
 @contextmanager
-def made_up_images(note: Note) -> Iterator[None]:
-    """Context in which data sets of torchvision that are not there have empty images."""
-    with patched_imports({"torchvision.datasets": lambda module: _image_datasets(module, note)}):
+def made_up_images(folder: Path, note: Note) -> Iterator[None]:
+    """Context in which data sets of torchvision that are not there have empty images, and so has a folder that is not
+    there and is searched by a pattern such as ``*.png``. ``folder``: place for files.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patched_imports({"torchvision.datasets": lambda module: _image_datasets(module, note)}))
+        for owner, name in ((Path, "glob"), (Path, "rglob"), (glob, "glob"), (glob, "iglob")):
+            stack.enter_context(patch.object(owner, name, _search(getattr(owner, name), folder, note)))
         yield
+
+
+# Images in a folder that is not there, and their size.
+_FILES, _SIZE = 2_048, (512, 512)
+_IMAGE_PATTERN = re.compile(r"\*\.(jpe?g|png|webp|bmp|tiff?)$", re.IGNORECASE)
+
+
+def _search(original: Any, folder: Path, note: Note) -> Any:
+    def search(*given: Any, **options: Any) -> Any:
+        pattern = str(given[-1])
+        searched = Path(*given[:-1], re.split(r"[*?\[]", pattern)[0])
+        if not _IMAGE_PATTERN.search(pattern) or searched.exists():
+            return original(*given, **options)
+        kind = type(given[0])
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            import_module("PIL.Image").new("RGB", _SIZE).save(folder / "0.png")
+            for number in range(1, _FILES):
+                (folder / f"{number}.png").symlink_to(folder / "0.png")
+        note(f"{searched} is not there: {_FILES:,} empty images of {_SIZE[0]}x{_SIZE[1]}")
+        return [kind(folder / f"{number}.png") for number in range(_FILES)]
+
+    return search
 
 
 # torchvision's data: mode and size of an image, classes, images of the training part.

@@ -13,9 +13,10 @@ from typing import Any
 from e2e.capture.missing.arrays import made_up_arrays
 from e2e.capture.missing.hub import Hub, offline_hub
 from e2e.capture.missing.hub_datasets import made_up_datasets
-from e2e.capture.missing.images import made_up_images, torchvision_operators
+from e2e.capture.missing.images import libraries_for_cuda, made_up_images
 from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.shards import made_up_shards
+from e2e.capture.missing.sounds import made_up_sounds
 from e2e.capture.missing.tokenizers import made_up_tokenizers
 from e2e.capture.missing.weights import weights_not_read
 from e2e.capture.script_lines import users_line
@@ -29,12 +30,13 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
     """
     hub = Hub(folder / "hub", made_up)
     with ExitStack() as stack:
-        for each in (offline_hub(hub), torchvision_operators(), loaders_without_workers(), weights_not_read(hub, note)):
+        for each in (offline_hub(hub), libraries_for_cuda(), loaders_without_workers(), weights_not_read(hub, note)):
             stack.enter_context(each)
         stack.enter_context(made_up_datasets(made_up, note))
         if made_up:
-            for each in (made_up_arrays(note), made_up_images(note), made_up_shards(note)):
-                stack.enter_context(each)
+            stack.enter_context(made_up_images(folder / "images", note))
+            for made_up_data in (made_up_arrays, made_up_shards, made_up_sounds):
+                stack.enter_context(made_up_data(note))
             stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
         yield hub
 
@@ -51,7 +53,7 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         )
     if "MissingState" in str(error) and hub.states:
         return f"{place}needs the values in {hub.states[-1]}, which is not here; put a file of that form there"
-    if isinstance(error, OSError) and any(_NETWORK.search(kind.__name__) for kind in type(error).__mro__):
+    if any(isinstance(each, OSError) and _is_of_network(each) for each in _causes(error)):
         return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
     if not isinstance(error, FileNotFoundError):
         return None
@@ -75,6 +77,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # Names of the errors of libraries that reach no server.
 _NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
+
+
+def _is_of_network(error: BaseException) -> bool:
+    return any(_NETWORK.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def _shortened(error: BaseException) -> str:

@@ -35,6 +35,9 @@ _GEMMA = {"pad_token": ("<pad>", 0), "eos_token": ("<eos>", 1), "bos_token": ("<
 _CLIP = {"bos_token": ("<|startoftext|>", -2), "eos_token": ("<|endoftext|>", -1), "pad_token": ("<|endoftext|>", -1),
          "unk_token": ("<|endoftext|>", -1)}  # fmt: skip
 _WAV2VEC2 = {"pad_token": ("<pad>", 0), "bos_token": ("<s>", 1), "eos_token": ("</s>", 2), "unk_token": ("<unk>", 3)}
+_WHISPER = {**dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), ("<|endoftext|>", 50257)),
+            "cls_token": ("<|startoftranscript|>", 50258), "mask_token": ("<|en|>", 50259),
+            "sep_token": ("<|notimestamps|>", 50363)}  # fmt: skip
 _SPECIAL: dict[str, dict[str, tuple[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "mpnet", "deberta-v2", "albert", "electra"), _BERT),
     **dict.fromkeys(("roberta", "xlm-roberta", "bart", "mbart"), _ROBERTA),
@@ -44,7 +47,8 @@ _SPECIAL: dict[str, dict[str, tuple[str, int]]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
     **dict.fromkeys(("clip", "clip_text_model"), _CLIP),
     "opt": {"pad_token": ("<pad>", 1), "bos_token": ("</s>", 2), "eos_token": ("</s>", 2), "unk_token": ("</s>", 2)},
-    "wav2vec2": _WAV2VEC2,
+    **dict.fromkeys(("wav2vec2", "hubert"), _WAV2VEC2),
+    "whisper": _WHISPER,
 }
 # Tokens before and after a text, and between two of a pair.
 _TEMPLATES = {
@@ -54,6 +58,10 @@ _TEMPLATES = {
     "<s>": ("<s> $A", "<s> $A <s> $B"),
     "<bos>": ("<bos> $A", "<bos> $A <bos> $B"),
     "<|begin_of_text|>": ("<|begin_of_text|> $A", "<|begin_of_text|> $A <|begin_of_text|> $B"),
+    "<|startoftranscript|>": (
+        "<|startoftranscript|> <|en|> <|en|> <|notimestamps|> $A <|endoftext|>",
+        "<|startoftranscript|> <|en|> <|en|> <|notimestamps|> $A $B <|endoftext|>",
+    ),
     "<|startoftext|>": ("<|startoftext|> $A <|endoftext|>", "<|startoftext|> $A $B <|endoftext|>"),
 }
 _CHAT = (
@@ -83,7 +91,7 @@ def _vocabulary(config: Mapping[str, Any]) -> int:
 _DEFAULT_SIZES = {
     "bert": 30522, "distilbert": 30522, "gpt2": 50257, "t5": 32128, "opt": 50272, "bart": 50265, "clip": 49408,
     "clip_text_model": 49408, "albert": 30000, "gpt_neo": 50257, "gptj": 50400, "phi": 51200, "phi3": 32064,
-    "gemma": 256000, "gemma2": 256000, "falcon": 65024, "wav2vec2": 32, "whisper": 51865, "xlnet": 32000,
+    "gemma": 256000, "gemma2": 256000, "falcon": 65024, "wav2vec2": 32, "hubert": 32, "whisper": 51865, "xlnet": 32000,
     "switch_transformers": 32128, "qwen3_moe": 151936, "nemotron": 256000,
 }  # fmt: skip
 
@@ -139,7 +147,7 @@ def _fits(template: str, special: Mapping[str, tuple[str, int]], kind: str) -> b
         return kind in ("t5", "mt5", "switch_transformers")
     if template == "<s></s>":
         return "<mask>" in texts
-    return template in texts and kind != "wav2vec2"
+    return template in texts and kind not in ("wav2vec2", "hubert")
 
 
 def _processor(templates: tuple[str, str], vocabulary: Mapping[str, int]) -> dict[str, Any]:

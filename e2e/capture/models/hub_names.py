@@ -73,6 +73,12 @@ def _vit(width: int, layers: int, heads: int, patch: int = 16) -> Config:
     return {"model_type": "vit", **sizes, "intermediate_size": 4 * width}
 
 
+def _whisper(width: int, layers: int, **more: Any) -> Config:
+    sizes = {"layers": layers, "attention_heads": width // 64, "ffn_dim": 4 * width}
+    sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in sizes.items()}
+    return {"model_type": "whisper", "d_model": width, **sides, "decoder_start_token_id": 50258, **more}
+
+
 _DEBERTA = {
     "model_type": "deberta-v2", "vocab_size": 128100, "relative_attention": True, "position_buckets": 256,
     "norm_rel_ebd": "layer_norm", "share_att_key": True, "type_vocab_size": 0, "position_biased_input": False,
@@ -88,13 +94,22 @@ _HEADS_OF_128 = {"head_dim": 128}
 _NAMES: dict[str, Config] = {
     **{name: _of(name) for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": _of("gpt2", n_layer=6),
+    "tiny-gpt2": _of("gpt2", n_layer=2, n_embd=2, n_head=2),
     "bert-base-uncased": _bert(768, 12, 12),
     "bert-base-cased": _bert(768, 12, 12, 28996),
     "bert-large-uncased": _bert(1024, 24, 16),
     "bert-large-cased": _bert(1024, 24, 16, 28996),
     "bert-base-multilingual-cased": _bert(768, 12, 12, 119547),
-    "all-minilm-l6-v2": {**_bert(384, 6, 12), "intermediate_size": 1536},
-    "minilm-l12-h384-uncased": {**_bert(384, 12, 12), "intermediate_size": 1536},
+    **dict.fromkeys(
+        ("all-minilm-l6-v2", "paraphrase-minilm-l6-v2", "multi-qa-minilm-l6-cos-v1"),
+        {**_bert(384, 6, 12), "intermediate_size": 1536},
+    ),
+    **dict.fromkeys(
+        ("all-minilm-l12-v2", "minilm-l12-h384-uncased", "bge-small-en-v1.5", "e5-small-v2"),
+        {**_bert(384, 12, 12), "intermediate_size": 1536},
+    ),
+    **dict.fromkeys(("bge-base-en-v1.5", "e5-base-v2"), _bert(768, 12, 12)),
+    **dict.fromkeys(("bge-large-en-v1.5", "e5-large-v2"), _bert(1024, 24, 16)),
     "distilbert-base-uncased": {"model_type": "distilbert"},
     "distilbert-base-cased": {"model_type": "distilbert", "vocab_size": 28996},
     "roberta-base": _roberta(768, 12, 12),
@@ -102,8 +117,10 @@ _NAMES: dict[str, Config] = {
     "distilroberta-base": _roberta(768, 6, 12),
     "xlm-roberta-base": _roberta(768, 12, 12, 250002, "xlm-roberta"),
     "xlm-roberta-large": _roberta(1024, 24, 16, 250002, "xlm-roberta"),
-    "mpnet-base": {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
-    "all-mpnet-base-v2": {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
+    **dict.fromkeys(
+        ("mpnet-base", "all-mpnet-base-v2", "paraphrase-mpnet-base-v2", "multi-qa-mpnet-base-dot-v1"),
+        {"model_type": "mpnet", "vocab_size": 30527, "max_position_embeddings": 514},
+    ),
     "albert-base-v2": {
         "model_type": "albert", "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072,
     },
@@ -196,14 +213,18 @@ _NAMES: dict[str, Config] = {
         "vision_config": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
                           "num_attention_heads": 16, "patch_size": 14, "projection_dim": 768},
     },
-    "wav2vec2-base": {"model_type": "wav2vec2"},
-    "whisper-tiny": {"model_type": "whisper", "decoder_start_token_id": 50258},
-    "whisper-small": {
-        "model_type": "whisper", "decoder_start_token_id": 50258, "d_model": 768,
-        "encoder_layers": 12, "decoder_layers": 12,
-        "encoder_attention_heads": 12, "decoder_attention_heads": 12, "encoder_ffn_dim": 3072,
-        "decoder_ffn_dim": 3072,
-    },
+    **dict.fromkeys(("wav2vec2-base", "wav2vec2-base-960h"), {"model_type": "wav2vec2"}),
+    "hubert-base-ls960": {"model_type": "hubert"},
+    "wav2vec2-large-960h": {**_bert(1024, 24, 16, 32), "model_type": "wav2vec2"},
+    "wav2vec2-large-xlsr-53": {**_bert(1024, 24, 16, 32), "model_type": "wav2vec2", "feat_extract_norm": "layer",
+                               "conv_bias": True, "do_stable_layer_norm": True},
+    "whisper-tiny": _whisper(384, 4),
+    "whisper-base": _whisper(512, 6),
+    "whisper-small": _whisper(768, 12),
+    "whisper-medium": _whisper(1024, 24),
+    "whisper-large-v2": _whisper(1280, 32),
+    "whisper-large-v3": _whisper(1280, 32, num_mel_bins=128, vocab_size=51866),
+    "whisper-large-v3-turbo": _whisper(1280, 32, num_mel_bins=128, vocab_size=51866, decoder_layers=4),
 }  # fmt: skip
 
 # Endings of names that share the configuration of the name without them.

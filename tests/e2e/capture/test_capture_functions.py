@@ -31,6 +31,20 @@ def heads(dtype: torch.dtype = torch.float32, kv: int = 4, grad: bool = True) ->
     return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes)
 
 
+def test_values_of_torch_fx_are_traced_as_such():
+    """As libraries do that write the code of their modules while they are made."""
+
+    def step() -> None:
+        graph = torch.fx.Graph()
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        left, right = (torch.fx.Proxy(graph.placeholder(name), tracer) for name in "ab")
+        for value in (torch.einsum("ij,jk->ik", left, right), torch.tensordot(left, right, dims=1)):
+            assert isinstance(value, torch.fx.Proxy)
+        assert len(graph.nodes) == 4
+
+    assert not record(step).calls
+
+
 def test_dropout_is_one_kernel_in_training_and_nothing_otherwise():
     data = torch.empty(8, device="meta")
     assert counts(record(lambda: functional.dropout(data, 0.1)))["aten::native_dropout"] == 1

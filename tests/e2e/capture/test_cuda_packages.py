@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from costmodel.base.errors import ModelError
 from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
+from e2e.capture.cuda_packages import mmcv
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
@@ -206,7 +208,7 @@ def test_stand_ins_are_gone_afterwards():
 def said(code: str) -> str | None:
     try:
         exec(compile(code, "train.py", "exec"), {})
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         return missing_package(error, traceback.extract_tb(error.__traceback__))
     return None
 
@@ -219,6 +221,10 @@ def said(code: str) -> str | None:
             "import strange_cuda_ops",
             "put a strange_cuda_ops.py with these functions, written with torch, on PYTHONPATH",
         ),
+        (
+            "try: import strange_cuda_ops\nexcept ImportError as error: raise RuntimeError('a part failed') from error",
+            "train.py:1: imports strange_cuda_ops, which is not installed here",
+        ),
         ("import unsloth", "train.py:1: imports unsloth, which is not predicted: it rewrites models"),
         ("import liger_kernel", "needs no GPU: pip install --no-deps liger-kernel"),
         ("from flash_attn import nothing", "train.py:1: imports nothing of flash_attn, which the stand-in"),
@@ -226,10 +232,24 @@ def said(code: str) -> str | None:
     ],
 )
 def test_other_packages_are_named_with_what_to_do(told: list[str], code: str, line: str):
-    if find_spec(code.split()[1].partition(".")[0]) is not None and "flash_attn" not in code:
+    if (
+        code.startswith("import")
+        and find_spec(code.split()[1].partition(".")[0]) is not None
+        and "flash_attn" not in code
+    ):
         pytest.skip("it is installed")
     found = said(code)
     assert found is not None and line in found
+
+
+def test_the_extension_of_mmcv(told: list[str]):
+    module = ModuleType("mmcv.utils.ext_loader")
+    module.load_ext = None  # type: ignore[attr-defined]
+    ((_, _, load),) = mmcv.patches(module)
+    extension, tensor = load("_ext", ["nms"]), torch.empty(8, device="meta")
+    assert extension.sigmoid_focal_loss_forward(tensor, tensor, tensor, tensor, gamma=2.0) is None
+    with pytest.raises(ModelError, match="mmcv.ops: nms is not stood in for"):
+        extension.nms(tensor, tensor, iou_threshold=0.5)
 
 
 def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):

@@ -10,6 +10,7 @@ import pytest
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.device_work import MemoryCopy
+from e2e.capture.distributed.deepspeed_engine import unread_parts
 from e2e.capture.distributed.deepspeed_package import names_deepspeed
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.launcher import Launch
@@ -122,6 +123,15 @@ def test_one_fused_kernel_updates_all_parts(tmp_path):
 def test_what_is_not_modelled_is_refused_by_name(tmp_path, config: dict[str, Any], error: type, message: str):
     with pytest.raises(error, match=message):
         first_rank(tmp_path, **config)
+
+
+def test_parts_that_are_not_followed_are_named():
+    values = {
+        "autotuning": {"enabled": True},
+        "compression_training": {"layer_reduction": {}},
+        "bf16": {"enabled": True},
+    }
+    assert unread_parts({**values, "curriculum_learning": {"enabled": False}}) == ("autotuning", "compression_training")
 
 
 @pytest.mark.parametrize(("config", "message"), [("'absent.json'", "absent.json: no such"), ("None", "without a conf")])

@@ -102,5 +102,8 @@ def test_installed_commands_that_are_python_programs(folder: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(folder))
     launch = parse_command(["trainer", "pretrain", "--lr", "1"], folder)
     assert (launch.program, launch.arguments) == (str(folder / "trainer"), ("pretrain", "--lr", "1"))
+    monkeypatch.setenv("PATH", "")  # beside the interpreter, as in an environment that was not entered
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    assert parse_command(["trainer"], folder).program == str(folder / "trainer")
     with pytest.raises(InputError, match="tool: not a known launcher"):
         parse_command(["tool"], folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import subprocess
 import sys
@@ -18,7 +19,10 @@ from e2e.capture.environment import pretend_gpu
 from e2e.capture.imports import patched_imports
 from e2e.capture.missing import hub_datasets
 from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.images import made_up_images
 from e2e.capture.missing.loaders import loaders_without_workers
+from e2e.capture.missing.program_needs import told_missing
+from e2e.capture.missing.sounds import Sound, made_up_sounds
 from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
 from e2e.capture.missing.weights import weights_not_read
 from e2e.capture.models.hub_names import published, published_parts
@@ -198,7 +202,9 @@ def test_a_published_model_has_its_number_of_parameters(name: str, millions: flo
     assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base-cased", "t5-small", "facebook/opt-125m", "Qwen/Qwen2-0.5B", "openai/whisper-tiny"]
+)
 def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = published(name)
@@ -208,7 +214,7 @@ def test_a_tokenizer_has_the_vocabulary_and_marks_of_its_model(name: str, tmp_pa
     plain = tokenizer("word" * 10, add_special_tokens=False)["input_ids"]
     assert len(plain) == 10 and not set(plain) & set(tokenizer.all_special_ids)
     marks = len(tokenizer("word" * 10)["input_ids"]) - 10
-    assert marks == {"bert": 2, "t5": 1}.get(config["model_type"], 0)
+    assert marks == {"bert": 2, "t5": 1, "whisper": 5}.get(config["model_type"], 0)
     assert len(tokenizer("word" * 900, truncation=True, max_length=128)["input_ids"]) == 128
     assert "assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "word"}], tokenize=False, add_generation_prompt=True
@@ -269,6 +275,55 @@ def test_loaders_with_workers_start_none() -> None:
         for _ in range(2):
             assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
     assert seen == [0] and loader.num_workers == 3 and torch.utils.data.get_worker_info() is None
+
+
+def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    notes: list[str] = []
+    with made_up_images(tmp_path / "made", notes.append):
+        found = sorted((tmp_path / "absent").glob("**/*.png"))
+        assert glob.glob(str(tmp_path / "absent" / "*.jpg")) and not list((tmp_path / "absent").glob("*.txt"))
+        assert image.open(found[0]).size == (512, 512) and len(found) == 2_048
+    assert notes[0] == f"{tmp_path / 'absent'} is not there: 2,048 empty images of 512x512"
+
+
+def test_missing_recordings_are_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As data of torchaudio and as rows of the hub, whose feature is asked for another rate."""
+    for name, content in (
+        ("torchaudio/__init__.py", ""),
+        ("torchaudio/datasets.py", "class YESNO:\n    def __init__(self, root, download=False): raise OSError(root)\n"),
+        ("datasets/__init__.py", ""),
+        ("datasets/features/__init__.py", ""),
+        (
+            "datasets/features/audio.py",
+            "class Audio:\n    sampling_rate = 8_000\n    encode_example = decode_example = lambda self, value: value",
+        ),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("datasets", "torchaudio")]:
+        monkeypatch.delitem(sys.modules, name)
+    notes: list[str] = []
+    with made_up_sounds(notes.append):
+        waves, rate, labels = import_module("torchaudio.datasets").YESNO("absent", download=True)[3]
+        audio = import_module("datasets.features.audio").Audio()
+        row = audio.encode_example({"bytes": Sound(2.0, 48_000).file(), "path": None})
+        decoded = audio.decode_example(row)
+        assert audio.decode_example({"bytes": b"other", "path": None})["bytes"] == b"other"
+    assert (waves.shape, rate, len(labels)) == ((1, 50_400), 8_000, 8)
+    assert decoded["array"].shape == (16_000,) and decoded.get_all_samples().sample_rate == 8_000
+    assert "torchaudio's YESNO is not in absent" in notes[0]
+
+
+def test_a_failure_for_want_of_a_network_is_told_as_that(tmp_path: Path) -> None:
+    try:
+        try:
+            raise ConnectionError("no route to host")
+        except ConnectionError as cause:
+            raise RuntimeError("data set 'coco8' is not there") from cause
+    except RuntimeError as error:
+        assert "needs the network (data set 'coco8'" in str(told_missing(error, (), Hub(tmp_path)))
 
 
 def test_a_library_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

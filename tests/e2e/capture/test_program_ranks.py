@@ -126,6 +126,35 @@ if __name__ == "__main__":
     assert names(found.traces[0])["c10d::allreduce_"] == 1
 
 
+@pytest.mark.parametrize("launcher", ["'-m', 'torch.distributed.run', '--nproc_per_node=2',", ""])
+def test_a_program_that_starts_itself_by_a_command(tmp_path, launcher: str):
+    """As the commands of libraries do: by a launcher, or once for each rank. What is read is really run."""
+    program = f"""{HEAD}
+import subprocess, sys
+if sys.argv[1:] != ["--rank"]:
+    assert subprocess.check_output([sys.executable, "-c", "print(3)"]) == b"3\\n"
+    for rank in range({1 if launcher else 2}):
+        os.environ |= {{"LOCAL_RANK": str(rank), "MINE": "1"}}
+        started = subprocess.Popen([sys.executable, {launcher} "train.py", "--rank"])
+        assert started.wait() == 0
+    raise SystemExit(0)
+dist.init_process_group("nccl")
+assert os.environ["MINE"] == "1" and os.environ["LOCAL_RANK"] == str(torch.cuda.current_device())
+dist.new_group(backend="gloo").monitored_barrier()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters())
+after = lambda: None
+{LOOP}"""
+    found = captured(tmp_path, program, "python train.py", 2)
+    assert found.multiplicity == {0: 2}
+    assert names(found.traces[0])["c10d::allreduce_"] == 1
+    with pytest.raises(ModelError, match="train.py: the program ended before its first step: status 3"):
+        captured(tmp_path, program.replace("after = ", "sys.exit(3) # "), "python train.py", 2)
+    if launcher:
+        with pytest.raises(ModelError, match="starts 2 processes of train.py: give --gpus 2"):
+            captured(tmp_path, program, "python train.py", 4)
+
+
 def test_a_process_group_of_one_gpu(tmp_path):
     program = f"""{HEAD}
 dist.init_process_group("nccl", rank=0, world_size=1)

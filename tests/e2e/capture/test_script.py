@@ -14,7 +14,7 @@ from costmodel.base.errors import InputError, ModelError
 from e2e.capture import load_script
 from e2e.capture.script import Fallback, capture_script
 from e2e.lowering.lower_trace import lower
-from e2e.step.execution_graph import StreamWait
+from e2e.step.execution_graph import StreamWait, Synchronize
 from e2e.step.operator_trace import tensors
 
 GOOD = """
@@ -175,6 +175,28 @@ def make_step():
 
     return model, step
 """
+
+
+NUMBERS = """
+import torch
+
+def make_step():
+    model, places = torch.nn.Linear(8, 8).cuda(), list(range(COUNT))
+
+    def step():
+        where = torch.tensor(places, device="cuda")
+        model(torch.empty(COUNT, 8, pin_memory=True).to("cuda"))[where].sum().backward()
+
+    return model, step
+"""
+
+
+def test_a_tensor_of_numbers_is_made_on_the_host_and_copied_while_it_waits(script):
+    rank = lower(capture_script(load_script(script(NUMBERS.replace("COUNT", "512")))))
+    copies = [task.operators[0].size_bytes for task in rank.tasks if task.kind == "copy"]
+    assert copies == [512 * 8, 512 * 8 * 4]
+    assert sum(isinstance(action, Synchronize) for action in rank.actions()) == 2
+    assert [info.numbers for info in rank.calls.values() if info.numbers] == [512]
 
 
 def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):

@@ -499,14 +499,6 @@ while True:
     assert any("of Linear" in line and "equal to step" in line for line in found.notes)
 
 
-def test_a_program_that_only_starts_others_names_them(folder: Path) -> None:
-    (folder / "starter.py").write_text(
-        "import subprocess, sys\nsubprocess.run([sys.executable, 'train.py', '--batch-size', 'x'])\n", encoding="utf-8"
-    )
-    with pytest.raises(ModelError, match="without a step on the GPU.*; it started other programs: predict .*train.py"):
-        run(folder, "python starter.py")
-
-
 def test_a_program_that_is_ended_by_a_signal_is_told(folder: Path) -> None:
     (folder / "ended.py").write_text("import os\n\nos.kill(os.getpid(), 15)\n", encoding="utf-8")
     with pytest.raises(ModelError, match="^ended.py: its process ended without an answer, with signal SIGTERM$"):

@@ -1,0 +1,48 @@
+"""The extension of mmcv, which is built for CUDA: its losses are kernels that pass over their tensors once, its other
+functions are refused by name when they are called with tensors on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from costmodel.base.errors import ModelError
+from e2e.capture.cuda_packages.kernels import OPERATORS
+
+# Functions that write the last of their tensors from the others.
+_ONE_PASS = tuple(f"{kind}_focal_loss_{side}" for kind in ("sigmoid", "softmax") for side in ("forward", "backward"))
+
+
+class Extension:
+    """Functions of the extension; ``built``: the one that is installed, which runs on the host, or None."""
+
+    def __init__(self, built: Any) -> None:
+        self.built = built
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            *read, written = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            if self.built is not None and written.device.type == "cpu":
+                return getattr(self.built, name)(*args, **kwargs)
+            if name not in _ONE_PASS:
+                raise ModelError(f"mmcv.ops: {name} is not stood in for: its kernels are not known here; leave it out")
+            OPERATORS.one_pass(f"mmcv::{name}", read, [written])
+            return None
+
+        return run
+
+
+def patches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch by which mmcv finds its extension."""
+
+    def load_ext(name: str, functions: Any) -> Extension:
+        try:
+            return Extension(import_module(f"mmcv.{name}"))
+        except ImportError:
+            return Extension(None)
+
+    yield module, "load_ext", load_ext
