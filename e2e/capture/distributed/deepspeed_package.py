@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from costmodel.base.errors import ModelError
-from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize, offloaded, unread_parts
-from e2e.capture.distributed.zero import ZeroOptimizer
+from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize, unread_parts
+from e2e.capture.distributed.zero import HostAdam, ZeroOptimizer
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
 
@@ -214,7 +214,7 @@ _ZERO: Mapping[str, Any] = {
     "GatheredParameters": GatheredParameters,
     "register_external_parameter": _ignore,
 }
-_OPTIMIZERS: Mapping[str, Any] = {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": offloaded}
+_OPTIMIZERS: Mapping[str, Any] = {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": HostAdam}
 _SCHEDULE_NAMES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 _SCHEDULES: Mapping[str, Any] = {"VALID_LR_SCHEDULES": _SCHEDULE_NAMES, **dict.fromkeys(_SCHEDULE_NAMES, _Schedule)}
 _UTILS: Mapping[str, Any] = {
