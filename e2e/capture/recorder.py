@@ -372,7 +372,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        selecting = SELECTIONS.get(func)
+        selecting = SELECTIONS.get(func if func.namespace == "aten" else func.name())
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
