@@ -8,12 +8,13 @@ device-neutral one (``aten::native_batch_norm``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 
+from e2e.capture.environment import MemoryInUse
 from e2e.step.operator_trace import Tensor, Value
 
 DTYPE_NAMES = {
@@ -57,7 +58,18 @@ class Identities:
         self._freed: list[int] = []
         self._made: list[int] = []
         self._count = 0
+        # Bytes of storages on the GPU, and their sum.
+        self._sizes: dict[int, int] = {}
+        self.memory = MemoryInUse()
         self._watching = True
+        # True where tensors may have been made by calls that were left out.
+        self.adopting = False
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Note that the memory of ``tensor``, if it has no number yet, was allocated by a call that was left out."""
+        tensor = unwrapped(tensor)
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._storages:
+            self._made.append(self.storage(tensor))
 
     def tensor(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor."""
@@ -79,13 +91,17 @@ class Identities:
             return
         self._living[storage] -= 1
         if self._living[storage] == 0 and self._watching:
-            self._freed.append(storage)
+            self._free(storage)
 
     def freed(self) -> tuple[int, ...]:
         """Return the storages freed since the last call of this method, unless a tensor on them has appeared again."""
         found = tuple(storage for storage in self._freed if self._living[storage] == 0)
         self._freed.clear()
         return found
+
+    def free(self, storages: Iterable[int]) -> None:
+        """Return ``storages`` by the next call of :meth:`freed` once more."""
+        self._freed += storages
 
     def storage(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage, the same for all of its views."""
@@ -96,7 +112,14 @@ class Identities:
             storage._weak_ref()
             known = self._storages[key] = self._count
             self._count += 1
+            if tensor.device.type == "meta":
+                self._sizes[known] = storage.nbytes()
+                self.memory.change(storage.nbytes())
         return known
+
+    def _free(self, storage: int) -> None:
+        self._freed.append(storage)
+        self.memory.change(-self._sizes.pop(storage, 0))
 
     def alias(self, tensor: torch.Tensor, storage_of: torch.Tensor) -> None:
         """Treat ``tensor``, not seen before, as a view of the memory of ``storage_of``."""
@@ -113,7 +136,7 @@ class Identities:
         if known is not None:
             torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
             self._living[known] = 0
-            self._freed.append(known)
+            self._free(known)
 
     def refilled(self, tensor: torch.Tensor) -> None:
         """Note that the memory of ``tensor``, freed before, is allocated again, without content."""

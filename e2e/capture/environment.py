@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,10 @@ SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_functio
 
 
 @contextmanager
-def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None]:
-    """Context in which scripts find ``gpu``. ``synchronized`` is called when a script waits for it."""
+def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu, memory: MemoryInUse | None = None) -> Iterator[None]:
+    """Context in which scripts find ``gpu`` with ``memory`` in use. ``synchronized`` is called when a script waits for
+    it.
+    """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the caller's mode
             stack.enter_context(torch.inference_mode(False))
@@ -44,7 +47,10 @@ def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None
             for switch in SWITCHES:
                 if hasattr(module, switch):
                     stack.enter_context(patch.object(module, switch, _overridden))
-        for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches()):
+        for target, name, value in (
+            *_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches(),
+            *_memory_patches(memory or MemoryInUse(), gpu.memory_bytes),
+        ):  # fmt: skip
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(patch.dict(copyreg.dispatch_table, {_Device: _named}))
         yield
@@ -190,15 +196,12 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "synchronize", lambda device=None: synchronized()),
-        (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "device", lambda device: nullcontext()),
         (torch.cuda, "get_device_properties", lambda device=None: _properties(gpu)),
         (torch.cuda, "get_device_name", lambda device=None: gpu.name),
         (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
-        (torch.cuda, "mem_get_info", lambda device=None: (gpu.memory_bytes, gpu.memory_bytes)),
-        *_memory_patches(),
         *_default_device_patches(),
         (torch, "Generator", _Generator),
         (torch.cuda, "init", lambda: None),
@@ -275,30 +278,68 @@ def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 # What the driver's sensors say of a GPU at work: per cent, watts, degrees, MHz.
 _SENSORS = {"utilization": 100, "memory_usage": 50, "power_draw": 300_000, "temperature": 50, "clock_rate": 1_500}
-_MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _MEMORY_RESETS = (
     "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
-    "reset_max_memory_cached", "set_per_process_memory_fraction",
+    "reset_max_memory_cached",
 )  # fmt: skip
 
 
-class _NothingInUse(dict):  # type: ignore[type-arg]
-    """Statistics of the allocator: nothing is in use."""
+@dataclass
+class MemoryInUse:
+    """Memory of the tensors on the GPU that were used so far, in bytes, and the most there has been."""
 
+    allocated: int = 0
+    peak: int = 0
+    # Most since the cache was emptied.
+    reserved: int = 0
+
+    def change(self, size: int) -> None:
+        """Allocate ``size`` bytes, or free them if it is negative."""
+        self.allocated += size
+        self.peak, self.reserved = max(self.peak, self.allocated), max(self.reserved, self.allocated)
+
+    def reset(self) -> None:
+        """Forget the most there has been."""
+        self.peak = self.allocated
+
+    def empty_cache(self) -> None:
+        """Return what is not allocated."""
+        self.reserved = self.allocated
+
+    def statistics(self) -> _Statistics:
+        """Return the statistics of the allocator that follow from it; others are zero."""
+        sizes = {"allocated": (self.allocated, self.peak), "reserved": (self.reserved, max(self.reserved, self.peak))}
+        return _Statistics(
+            {
+                f"{name}_bytes.all.{kind}": size
+                for name, both in sizes.items()
+                for kind, size in zip(("current", "peak"), both, strict=True)
+            }
+        )
+
+
+class _Statistics(dict):  # type: ignore[type-arg]
     def __missing__(self, key: str) -> int:
         return 0
 
     def get(self, key: Any, default: Any = 0) -> Any:
-        return default
+        return self[key]
 
 
-def _memory_patches() -> Iterator[tuple[Any, str, Any]]:
+def _memory_patches(memory: MemoryInUse, capacity: int) -> Iterator[tuple[Any, str, Any]]:
+    questions = {
+        "memory_allocated": lambda device=None: memory.allocated,
+        "max_memory_allocated": lambda device=None: memory.peak,
+        "memory_reserved": lambda device=None: memory.reserved,
+        "max_memory_reserved": lambda device=None: max(memory.reserved, memory.peak),
+        "memory_stats": lambda device=None: memory.statistics(),
+        "empty_cache": memory.empty_cache,
+        **dict.fromkeys(_MEMORY_RESETS, lambda device=None: memory.reset()),
+    }
     for owner in (torch.cuda, torch.accelerator):
-        names = [name for name in _MEMORY_IN_USE if hasattr(owner, name)]
-        yield from ((owner, name, lambda device=None: 0) for name in names)
-        resets = [name for name in _MEMORY_RESETS if hasattr(owner, name)]
-        yield from ((owner, name, lambda *args, **kwargs: None) for name in resets)
-        yield owner, "memory_stats", lambda device=None: _NothingInUse()
+        yield from ((owner, name, value) for name, value in questions.items() if hasattr(owner, name))
+    yield torch.cuda, "mem_get_info", lambda device=None: (max(capacity - memory.reserved, 0), capacity)
+    yield torch.cuda, "set_per_process_memory_fraction", lambda *args, **kwargs: None
     yield torch.cuda, "memory_summary", lambda device=None, abbreviated=False: ""
     yield torch.cuda, "memory_snapshot", lambda mempool_id=None: []
     for name in ("_record_memory_history", "_dump_snapshot"):
@@ -444,7 +485,6 @@ def _accelerator_patches() -> list[tuple[Any, str, Any]]:
         (accelerator, "current_device_idx", lambda: torch.cuda.current_device()),
         (accelerator, "set_device_index", lambda device: None),
         (accelerator, "set_device_idx", lambda device: None),
-        (accelerator, "empty_cache", lambda: None),
     ]
 
 

@@ -88,7 +88,7 @@ class EvaluationPasses:
     def _pass(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         group = self._group(module)
         group.passes += 1
-        key = _key(module, args, kwargs)
+        key = key_of(module, args, kwargs)
         self._equal = self._equal + 1 if key is not None and key == self._last else 0
         self._last = key
         if self.replaying and self._equal >= RUN_FIRST and self._outputs is not None:
@@ -98,7 +98,7 @@ class EvaluationPasses:
         outputs = call(module, *args, **kwargs)
         if group.passes == 1:
             group.calls = slice(begin, self.recorder.recorded)
-        self._outputs = outputs if _is_plain(outputs) else None
+        self._outputs = outputs if is_plain(outputs) else None
         return outputs
 
     def _group(self, module: torch.nn.Module) -> PassGroup:
@@ -111,7 +111,7 @@ class EvaluationPasses:
         return group
 
 
-def _key(module: torch.nn.Module, args: Any, kwargs: Any) -> Hashable:
+def key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Hashable:
     """Return a key that determines the shapes of the outputs; None if an argument is an object with its own state."""
     leaves, form = tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
@@ -123,7 +123,7 @@ def _signature(leaf: Any) -> Hashable:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _is_plain(outputs: Any) -> bool:
+def is_plain(outputs: Any) -> bool:
     return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(outputs)[0])
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.base.errors import ModelError
 from e2e.capture.cuda_packages.kernels import attend
 from e2e.capture.environment import is_device_number
-from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.known_values import know, known
 from e2e.capture.recorder import Recorder
 from e2e.step.options import AttentionForm
 
@@ -233,7 +234,7 @@ class GpuDecisions(TorchFunctionMode):
             return _listed(args[0], decides=torch.is_grad_enabled())
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if name in ("tensor", "as_tensor"):
-            return _written(func, args, kwargs)
+            return _written(self._recorder, func, args, kwargs)
         if not _is_operator(name):
             return func(*args, **kwargs)
         if args and getattr(args[0], "is_nested", False):
@@ -434,16 +435,27 @@ def _listed(tensor: torch.Tensor, decides: bool) -> Any:
     return tensor.cpu().tolist()
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``torch.tensor`` on numbers of the script, and note their values. Single numbers on the GPU among them are
-    read.
+def _written(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``torch.tensor`` on numbers of the script. It makes a tensor of the host, number by number, which is copied
+    to the GPU while the host waits. Single numbers on the GPU among them are read.
     """
     data = _numbers(args[0] if args else kwargs.get("data"))
-    result = func(data, *args[1:], **{key: value for key, value in kwargs.items() if key != "data"})
-    if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:
-        with torch._C.DisableTorchFunction():
-            know(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
-    return result
+    others = {key: value for key, value in kwargs.items() if key != "data"}
+    device = torch.device(others.pop("device", None) or torch.get_default_device())
+    if device.type != "meta" or isinstance(data, torch.Tensor):
+        result = func(data, *args[1:], device=device, **others)
+        if isinstance(data, (list, tuple)):
+            recorder.note_numbers(result.numel())
+        return result
+    trained = others.pop("requires_grad", False)
+    constant = recorder.regions is not None and recorder.regions.inside  # of compiled code
+    with recorder.paused() if constant else nullcontext():
+        written = func(data, *args[1:], device="cpu", **others)
+        if isinstance(data, (list, tuple)):
+            recorder.note_numbers(written.numel())
+        result = written.to(device)
+    know(result, written)
+    return result.requires_grad_() if trained else result
 
 
 def _numbers(data: Any) -> Any:

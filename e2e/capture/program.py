@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,25 +33,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from costmodel.base.errors import InputError, ModelError
-from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.accumulated_passes import AccumulatedPasses
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks, started_programs
+from e2e.capture.distributed.rank_work import work_of
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
+from e2e.capture.environment import DEFAULT_STREAM
 from e2e.capture.evaluation import EvaluationPasses, PassGroup
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.program_needs import needs_met, told_missing
-from e2e.capture.recorder import Recorder
+from e2e.capture.recorder import RecordedStep, Recorder
+from e2e.capture.regions import Regions
 from e2e.capture.script import tf32_switches
-from e2e.capture.script_errors import NotYetSent, reporting
+from e2e.capture.script_errors import MOST_CALLS, NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
 from e2e.capture.written_files import kept_files
-from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, shape_of, tensors
 from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
@@ -60,6 +63,10 @@ _end_process = os._exit
 PAUSE_SECONDS = 0.05
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
+# Steps on another stream than the default one before one of them is taken.
+MOST_WARMING = 24
+# Steps that make what later ones find, such as the optimizer's state.
+WARMING_STEPS = 2
 # Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
 MOST_UNSTEPPED = 16
 
@@ -138,14 +145,15 @@ class StepFinder:
     """Finder of the step: cuts what is recorded at each boundary, and calls ``finish`` when a step is steady."""
 
     recorder: Recorder
-    finish: Callable[[Sequence[OperatorCall], str], None]
+    finish: Callable[[RecordedStep, str], None]
     # Optimizer whose steps are the boundaries, and its class name.
     optimizer: int | None = None
     title: str = ""
     # Optimizer -> its steps.
     steps: Counter[int] = field(default_factory=Counter)
-    # The last step, and the digests of all so far.
-    step: tuple[OperatorCall, ...] = ()
+    # The last step, those before it that differ from each other, and the digests of all so far.
+    step: RecordedStep = RecordedStep()
+    different: list[RecordedStep] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     # Backward passes of each of them.
     backward: list[int] = field(default_factory=list)
@@ -155,6 +163,8 @@ class StepFinder:
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
     passes: EvaluationPasses = field(init=False)
+    # Passes of accumulated gradients in the current step.
+    accumulated: AccumulatedPasses = field(init=False)
     evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...], dict[int, int]]] = field(
         default_factory=dict
     )
@@ -162,6 +172,8 @@ class StepFinder:
 
     def __post_init__(self) -> None:
         self.passes = EvaluationPasses(self.recorder)
+        self.accumulated = AccumulatedPasses(self.recorder)
+        self.recorder.replayed_step = self._stepped
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -177,30 +189,41 @@ class StepFinder:
             register_module_forward_pre_hook(self._called),
         )
         try:
-            with patch.object(torch.optim.Optimizer, "__init__", make), self.passes.watching():
+            making = patch.object(torch.optim.Optimizer, "__init__", make)
+            with making, self.passes.watching(), self.accumulated.watching():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        if self.recorder.capturing:
+            self.recorder.stepped.append(optimizer)
+            self._begin_anew()
+            return
         self.steps[id(optimizer)] += 1
         slower = self.optimizer is not None and self.steps[id(optimizer)] < self.steps[self.optimizer] - 1
         if self.optimizer is None or slower:  # a whole step has steps of all optimizers, such as five of one
             self.optimizer, self.title = id(optimizer), type(optimizer).__name__
-            self.digests.clear()
-            self.backward.clear()
+            self._begin_anew()
             self.steps.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
+
+    def _begin_anew(self) -> None:
+        """Forget the steps so far."""
+        for kept in (self.digests, self.backward, self.different):
+            kept.clear()
 
     def _called(self, module: torch.nn.Module, given: Any) -> None:
         if self.recorder.depth != 1 or torch._C._current_graph_task_id() != -1:  # inside another module
             return
         self._name(module)
+        if self.recorder.capturing:
+            return
         if self.root is None and next(module.parameters(), None) is not None:
             self.root, self.title = id(module), type(module).__name__
-        if not self.recorder.enabled:
+        if not (self.recorder.enabled or self.recorder.leaving_out):
             self.recorder.enabled = True
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
@@ -211,37 +234,66 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
-        calls = self.step = self.recorder.cut()
+        whole = self.accumulated.is_whole()
+        repeated = self.accumulated.end_step()
+        step = self.step = replace(self.recorder.cut(), repeated=repeated)
         self._groups = self.passes.taken()
         for group in self._groups:
-            run = calls[group.calls]
-            parts = {call.id - run[0].id: region for call in run if (region := self.recorder.last_parts.get(call.id))}
+            run = step.calls[group.calls]
+            parts = {call.id - run[0].id: region for call in run if (region := step.regions.get(call.id))}
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
-        self.digests.append(digest(calls))
-        self.backward.append(len(self.recorder.last_passes))
+        more = "" if repeated is None else f"{repeated.more} more" if whole else f"cut {len(self.digests)}"
+        self.digests.append(f"{digest(step.calls)} {more}")
+        self.backward.append(len(step.passes))
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
             self.passes.replaying = False  # the step that is taken must have run them
+        elif last >= MOST_STEPS and not whole:
+            self.accumulated.leaving_out = False  # as many passes as they are
+        elif self.recorder.streams.current != DEFAULT_STREAM and last < MOST_WARMING:
+            return  # it warms up for the capture of a CUDA graph, perhaps
         elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
-            self._finish(calls, last, f"equal to step {last - 1}")
+            self._finish(step, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS:
-            self._finish(calls, last, "not equal to the step before")
+            self._finish_middle()
+        elif not equal and last > WARMING_STEPS and sum(len(each.calls) for each in self.different) < MOST_CALLS:
+            self.different.append(step)
 
-    def _finish(self, calls: Sequence[OperatorCall], number: int, told: str) -> None:
+    def _finish_middle(self) -> None:
+        """Finish with the middle one of the last steps, by their work; those of a job communicate like the last."""
+        work = {len(self.digests): work_of(self.step.calls)}
+        steps = {len(self.digests): self.step}
+        for back, each in enumerate(reversed(self.different), 1):
+            number = len(self.digests) - back
+            work[number], steps[number] = work_of(each.calls), each
+        alike = [number for number in work if work[number].collectives == work[len(self.digests)].collectives]
+        alike.sort(key=lambda number: work[number].elements.total())
+        number = alike[len(alike) // 2]
+        least, middle, most = (work[alike[place]].elements.total() for place in (0, len(alike) // 2, -1))
+        told = "not equal to the step before"
+        if len(alike) > 1:
+            spread = f"{least / middle:.2f} to {most / middle:.2f} times its work"
+            told = f"the middle one of {len(alike)} different steps ({spread})"
+        self._finish(steps[number], number, told)
+
+    def _finish(self, step: RecordedStep, number: int, told: str) -> None:
         for group in self._groups:  # passes of the step itself
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
-        most, taken = max(self.backward, default=0), self.backward[-1] if self.backward else 0
+        most, taken = max(self.backward, default=0), len(step.passes)
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
-        self.finish(calls, f"step {number} of {self.title}, {len(calls):,} operators, {told}")
+        if step.repeated is not None:
+            told = f"{step.repeated.more:,} of its {len(step.passes):,} passes, which are alike, not run; {told}"
+        self.finish(step, f"step {number} of {self.title}, {len(step.calls):,} operators, {told}")
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
         if not self.digests and self.recorder.enabled:
-            self.title, self.step = "the program", self.recorder.cut()
-        if not self.step:
+            repeated = self.accumulated.end_step()
+            self.title, self.step = "the program", replace(self.recorder.cut(), repeated=repeated)
+        if not self.step.calls:
             raise ModelError(
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
@@ -250,7 +302,7 @@ class StepFinder:
 
 def digest(calls: Sequence[OperatorCall]) -> str:
     """Digest of the operators of a step on the GPU: names, shapes and types of their inputs; alike in all processes."""
-    rows = [(call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)]
+    rows = [(call.name, shape_of(call.inputs)) for call in calls if _is_on_gpu(call)]
     return sha256(repr(rows).encode()).hexdigest()
 
 
@@ -268,14 +320,6 @@ def _is_on_gpu(call: OperatorCall) -> bool:
     return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_shape, value))
-    return type(value).__name__
-
-
 def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Exception], NoReturn]) -> None:
     """Run the program of ``job`` in this process; ``answer`` is called with its step, or the error of a program that it
     starts, and does not return.
@@ -285,7 +329,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
-    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.regions, recorder.custom = Regions(), CustomOperators()
     recorder.noting_lines = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []
@@ -294,32 +338,27 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         if line not in notes:
             notes.append(line)
 
-    def finish(calls: Sequence[OperatorCall], told: str) -> None:
+    def finish(step: RecordedStep, told: str) -> None:
         trace = OperatorTrace(
-            tuple(calls),
-            place.rank,
-            place.world_size,
-            dict(recorder.communication.groups.ranks),
-            launch.title,
+            rank=place.rank,
+            world_size=place.world_size,
+            process_groups=dict(recorder.communication.groups.ranks),
+            source=launch.title,
             compiled=bool(recorder.compiled),
-            ranges=recorder.last_ranges,
-            passes=recorder.last_passes,
-            regions=recorder.last_parts,
+            **{each.name: getattr(step, each.name) for each in fields(step)},
         )
         rank = CapturedRank(
-            trace, frozenset(recorder.communication.peers), (), _samples(recorder), switches=tf32_switches()
+            trace, frozenset(recorder.communication.peers), (), _samples(step), switches=tf32_switches()
         )
         files.undo()
-        if recorder.regions is not None and recorder.regions.in_graphs:
-            note(
-                "torch.compile puts parts into CUDA graphs, which are predicted without; --cuda-graph puts in the step"
-            )
         answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():
             if run:
-                trace = replace(step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts)
+                trace = replace(
+                    step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, graphs={}, repeated=None
+                )
                 yield Evaluation(trace, group.passes, group.told)
 
     finder = StepFinder(recorder, finish)
@@ -371,9 +410,9 @@ def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait:
     return sent
 
 
-def _samples(recorder: Recorder) -> int | None:
+def _samples(step: RecordedStep) -> int | None:
     """Samples of a step: the length that all passes of the outermost module have in common, if there is one."""
-    common = frozenset.intersection(*recorder.last_passes) if recorder.last_passes else frozenset()
+    common = frozenset.intersection(*step.passes) if step.passes else frozenset()
     return next(iter(common)) if len(common) == 1 else None
 
 

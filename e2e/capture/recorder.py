@@ -20,17 +20,29 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
 
 from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
-from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, EndlessStepError, NotYetSent
+from e2e.capture.regions import Regions
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
-from e2e.step.operator_trace import RECOMPUTED, NamedRange, NamedRanges, OperatorCall, Phase, Value, is_named_by_script
+from e2e.step.operator_trace import (
+    NUMBERS,
+    RECOMPUTED,
+    NamedRange,
+    NamedRanges,
+    OperatorCall,
+    Phase,
+    RepeatedPass,
+    Value,
+    is_named_by_script,
+)
 
 
 @dataclass
@@ -70,6 +82,12 @@ class ScriptRanges:
         self._of_call.pop(call, None)
         if entry is not None:
             self._of_call[call] = entry
+
+    def forget(self, begin: int) -> None:
+        """Forget the calls from ``begin`` on."""
+        for table in (self._of_call, self._of_forward):
+            for call in [call for call in table if call >= begin]:
+                del table[call]
 
     def leave(self, handle: object) -> None:
         """End the range entered with ``handle``, if it was entered here."""
@@ -178,6 +196,28 @@ class _Frame:
         self.id: int | None = None
 
 
+@dataclass(frozen=True)
+class RecordedStep:
+    """Calls of a step, with their ranges, passes, compiled regions and CUDA graphs (:class:`OperatorTrace`)."""
+
+    calls: tuple[OperatorCall, ...] = ()
+    ranges: NamedRanges = NamedRanges()
+    passes: tuple[frozenset[int], ...] = ()
+    regions: Mapping[int, int] = field(default_factory=dict)
+    graphs: Mapping[int, int] = field(default_factory=dict)
+    # Pass that stands for equal ones that were left out.
+    repeated: RepeatedPass | None = None
+
+
+@dataclass
+class CapturedCalls:
+    """Calls of a CUDA graph: their records, the passes among them, and the optimizers that took a step."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    passes: list[frozenset[int]] = field(default_factory=list)
+    stepped: list[Any] = field(default_factory=list)
+
+
 class _Place(threading.local):
     """State of a thread: open calls and modules, the running autograd node."""
 
@@ -212,16 +252,20 @@ class Recorder(TorchDispatchMode):
         self.ranges = ScriptRanges()
         self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
         # Their calls, and custom operators, of a program that runs as it is; None for a script's step.
-        self.regions: CompiledRegions | None = None
+        self.regions: Regions | None = None
         self.custom: CustomOperators | None = None
+        # Calls that CUDA graphs replay, and compiled modules whose calls they are.
+        self.graphs = Regions(apart=True)
+        self.graphed: set[int] = set()
+        # True while a CUDA graph is captured; optimizers that take a step in it.
+        self.capturing = False
+        self.stepped: list[Any] = []
+        # Called with each optimizer whose step a CUDA graph replays.
+        self.replayed_step: Callable[[Any], None] = ignore_call
         # Context in which PyTorch functions are decided as on CUDA, for implementations that run below them.
         self.decisions: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
-        # Ranges and passes of the last step that was cut.
-        self.last_ranges = NamedRanges()
-        self.last_passes: tuple[frozenset[int], ...] = ()
-        self.last_parts: dict[int, int] = {}
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
@@ -231,6 +275,12 @@ class Recorder(TorchDispatchMode):
         self.noting_lines = False
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
+        # Places of the records that begin a pass: the first one, and each first one after a backward pass.
+        self.begins = [0]
+        # True while a pass of accumulated gradients is left out.
+        self.leaving_out = False
+        # Passes left out in this step.
+        self.left_out = 0
 
         # Number of operators called so far, recorded or not.
         self.called = 0
@@ -284,6 +334,8 @@ class Recorder(TorchDispatchMode):
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.enter()
+        if id(module) in self.graphed:
+            self.graphs.enter()
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given``, it ``returned``."""
@@ -291,6 +343,8 @@ class Recorder(TorchDispatchMode):
             self._here.modules.pop()
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.leave()
+        if id(module) in self.graphed:
+            self.graphs.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
@@ -305,15 +359,89 @@ class Recorder(TorchDispatchMode):
         """Number of modules that the current call is inside of."""
         return len(self._here.modules)
 
-    def cut(self) -> tuple[OperatorCall, ...]:
-        """Return the calls recorded since the last cut, with their ranges and passes, and go on recording."""
+    def pass_begins(self) -> list[int]:
+        """Return the places of the records that begin the passes of this step; the last one is that of the next
+        record if a backward pass has just ended.
+        """
+        if self._rows and self._rows[-1]["thread"] == AUTOGRAD_THREAD and self.begins[-1] != len(self._rows):
+            self.begins.append(len(self._rows))
+        return self.begins
+
+    @property
+    def finished_passes(self) -> int:
+        """Number of passes of this step whose backward pass has ended."""
+        return len(self.pass_begins()) - 1 + self.left_out
+
+    def records(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Return the records of a pass."""
+        return self._rows[begin:end]
+
+    def leave_out(self) -> None:
+        """Leave the pass that has begun out, until it has ended: it is like the one before."""
+        self._forget(self.pass_begins()[-1])
+        self.enabled, self.leaving_out = False, True
+        self.left_out += 1
+        if self.left_out > MOST_PASSES:
+            raise EndlessStepError(f"has made {MOST_PASSES:,} passes without a step of its optimizer")
+        self.passes += self.passes[-1:]
+
+    def go_on(self) -> None:
+        """Go on recording after a pass that was left out, some of whose tensors are used by the next one."""
+        self.enabled, self.leaving_out = True, False
+        self.convert.identities.adopting = True
+
+    @contextmanager
+    def captured(self) -> Iterator[CapturedCalls]:
+        """Context in which calls do not run but are captured for :meth:`replay`."""
+        enabled, begins, passes, begin = self.enabled, self.begins, self.passes, len(self._rows)
+        self.enabled, self.begins, self.passes, self.capturing, found = True, [begin], [], True, CapturedCalls()
+        try:
+            yield found
+        finally:
+            found.rows, found.passes, found.stepped = self._rows[begin:], self.passes, self.stepped
+            self._forget(begin)
+            self.enabled, self.begins, self.passes, self.capturing, self.stepped = enabled, begins, passes, False, []
+
+    def replay(self, captured: CapturedCalls) -> None:
+        """Record calls that were captured, as one launch."""
+        begin = len(self._rows)
+        for row in captured.rows:
+            parent, later = row["parent"], begin - captured.rows[0]["id"]
+            inside = parent is not None and parent >= captured.rows[0]["id"]
+            self._rows.append({**row, "id": len(self._rows), "parent": parent + later if inside else None})
+        self.passes += captured.passes
+        self.graphs.note_replay(range(begin, len(self._rows)))
+
+    def _forget(self, begin: int) -> None:
+        """Remove the records from ``begin`` on; what was freed before them is noted again."""
+        for row in self._rows[begin:]:
+            self.convert.identities.free(row.get("attributes", {}).get("freed", ()))
+        self.ranges.forget(begin)
+        if self.regions is not None:
+            self.regions.forget(begin)
+        self.graphs.forget(begin)
+        del self._rows[begin:]
+        for frame in self._here.frames:
+            if frame.id is not None and frame.id >= begin:
+                frame.id = None
+        self._here.node, self._here.node_parent = None, None
+
+    def cut(self) -> RecordedStep:
+        """Return what was recorded since the last cut, and go on recording."""
         if self._gradients is not None and self._rows:
             self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
             self._gradients = None
-        found = tuple(OperatorCall(**row) for row in self._rows)
-        self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
-        self.last_parts = {} if self.regions is None else self.regions.cut()
+        found = RecordedStep(
+            tuple(OperatorCall(**row) for row in self._rows),
+            self.ranges.found(),
+            tuple(self.passes),
+            {} if self.regions is None else self.regions.cut(),
+            self.graphs.cut(),
+        )
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
+        if self.leaving_out:
+            self.go_on()
+        self.begins, self.left_out, self.convert.identities.adopting = [0], 0, False
         self._here.node, self._here.node_parent = None, None
         for frame in self._here.frames:
             frame.id, frame.entry = None, None
@@ -343,8 +471,13 @@ class Recorder(TorchDispatchMode):
             return
         row = self._begin(name)
         row["inputs"] = self.convert.values(inputs)
-        row["attributes"] = self._with_stream(dict(attributes))
+        row["attributes"] = self._with_stream({**attributes, **self._memory_changes()})
         row["outputs"] = self.convert.values(outputs)
+
+    def note_numbers(self, count: int) -> None:
+        """Note that the last call took ``count`` numbers from a list of the script, one by one."""
+        if self.enabled and self._rows and self._rows[-1]["name"] == "aten::lift_fresh":
+            self._rows[-1]["attributes"][NUMBERS] = count
 
     def copies_into(self, tensor: torch.Tensor) -> list[dict[str, Any]]:
         """Return the records of copies into the memory of ``tensor`` so far, last first; they may be amended."""
@@ -372,11 +505,14 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # there is no memory to pin
         selecting = SELECTIONS.get(func if func.namespace == "aten" else func.name())
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
-        if not self.enabled or self._is_artefact(func):
+        # What a data loader's worker does takes no time of the program's own process.
+        if not self.enabled or self._is_artefact(func) or get_worker_info() is not None:
             return self._result(func, args, kwargs)
         body = None if self.custom is None else self.custom.implementation(func)
         if body is not None:
@@ -410,11 +546,7 @@ class Recorder(TorchDispatchMode):
         except (EndlessStepError, NotYetSent):
             raise
         except Exception:
-            del self._rows[before:]
-            for frame in self._here.frames:
-                if frame.id is not None and frame.id >= before:
-                    frame.id = None
-            self._here.node, self._here.node_parent = None, None
+            self._forget(before)
             return False, None
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
@@ -462,25 +594,37 @@ class Recorder(TorchDispatchMode):
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
         row = self._begin(name)
+        self._adopt(args, kwargs)
         row["inputs"] = tuple(self.convert.value(argument) for argument in args)
         attributes: dict[str, Value] = {"overload": overload} if overload else {}
         attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
-        freed = self.convert.identities.freed()
-        if freed:
-            attributes["freed"] = freed
+        attributes |= self._memory_changes()
         if self._gradients is not None:
             attributes["gradients"], self._gradients = self._gradients, None
-        made = self.convert.identities.made()
-        if made:
-            attributes["made"] = made
         if self._recomputes():
             attributes[RECOMPUTED] = True
         row["attributes"] = self._with_stream(attributes)
         return row
 
+    def _adopt(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Note the memory of arguments that calls left out have made; return True if that may be so."""
+        identities = self.convert.identities
+        if identities.adopting:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor):
+                    identities.adopt(each)
+        return identities.adopting
+
+    def _memory_changes(self) -> dict[str, Value]:
+        """Return the storages freed and those allocated by no operator since the last call, as attributes."""
+        changes = {"freed": self.convert.identities.freed(), "made": self.convert.identities.made()}
+        return {name: storages for name, storages in changes.items() if storages}
+
     def _begin(self, name: str) -> dict[str, Any]:
         """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self.pass_begins()
         line = script_line() if self.noting_lines else ""
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
@@ -525,6 +669,7 @@ class Recorder(TorchDispatchMode):
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         if self.regions is not None:
             self.regions.note(row["id"], phase == "backward", sequence)
+        self.graphs.note(row["id"], phase == "backward", sequence)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
             if len(self.passes) > 1:
@@ -549,8 +694,10 @@ class Recorder(TorchDispatchMode):
             if frame.id is None:
                 frame.id = self._append(frame.name, parent, MAIN_THREAD, self.phase, module=self._module())["id"]
                 self.ranges.place(frame.id, frame.entry)
+                adopted = self._adopt(frame.args, frame.kwargs)
                 self._rows[frame.id]["inputs"] = tuple(self.convert.value(argument) for argument in frame.args)
-                self._rows[frame.id]["attributes"] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
+                attributes: dict[str, Value] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
+                self._rows[frame.id]["attributes"] = attributes | (self._memory_changes() if adopted else {})
             parent = frame.id
         return parent
 
@@ -564,6 +711,7 @@ class Recorder(TorchDispatchMode):
         self._line_of[latest - 1] = line
         if self.regions is not None:
             self.regions.note_node(latest - 1)
+        self.graphs.note_node(latest - 1)
         if self.streams.current != DEFAULT_STREAM:
             self._stream_of[latest - 1] = self.streams.current
         return latest - 1

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,52 +22,51 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from e2e.capture.attention import flex_attention
-from e2e.capture.compiled_regions import CompiledRegions
+from e2e.capture.cuda_graphs import cuda_graphs
 from e2e.capture.cuda_packages import triton_language
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
+from e2e.capture.regions import in_region
 from e2e.capture.script_errors import watched
 from e2e.step.operator_trace import PRODUCTS, TRITON, OperatorTrace
 from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 
 @contextmanager
-def without_compiler(found: list[str], regions: CompiledRegions | None = None) -> Iterator[None]:
+def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iterator[None]:
     """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
-    compiled functions and modules are added to ``found``; their calls are ``regions``.
+    compiled functions and modules are added to ``found``; their calls are regions of ``recorder``.
     """
-    compile_module = torch.compile
+    compile_module, regions = torch.compile, None if recorder is None else recorder.regions
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if options.get("disable"):
             return model
         if model is None:
             return partial(compiled, **options)
-        if regions is not None and options.get("mode") in ("reduce-overhead", "max-autotune"):
-            regions.in_graphs = True
+        in_graphs = options.get("mode") in ("reduce-overhead", "max-autotune")
+        in_graphs = regions is not None and (
+            in_graphs or (options.get("options") or {}).get("triton.cudagraphs", False)
+        )
         if isinstance(model, torch.nn.Module):
             found.append(type(model).__name__)
-            return compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})
+            made = compile_module(model, **{**options, "fullgraph": False, "mode": None, "options": None})
+            if recorder is not None and in_graphs:
+                recorder.graphed.add(id(made))
+            return made
         owner = getattr(model, "__self__", None)
         own = isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) and regions is not None
         if own or not str(getattr(model, "__module__", "")).startswith("torch."):
             found.append(type(owner).__name__ if own else getattr(model, "__name__", "function"))
-        return model if regions is None else _region(model, regions)
+        if recorder is None or regions is None:
+            return model
+        return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
     with patch.object(torch, "compile", compiled):
         yield
-
-
-def _region(function: Callable[..., Any], regions: CompiledRegions) -> Callable[..., Any]:
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with regions.region():
-            return function(*args, **kwargs)
-
-    return run
 
 
 @contextmanager
@@ -202,7 +201,9 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
     later ones.
     """
     with ExitStack() as stack:
-        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.seen_gpu))
+        memory = recorder.convert.identities.memory
+        wait = partial(recorder.host_call, "cudaDeviceSynchronize")
+        stack.enter_context(pretend_gpu(wait, options.seen_gpu, memory))
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))
@@ -210,7 +211,9 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
-        stack.enter_context(without_compiler(recorder.compiled, recorder.regions))
+        stack.enter_context(without_compiler(recorder.compiled, recorder))
+        if recorder.regions is not None:
+            stack.enter_context(cuda_graphs(recorder))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.called))

@@ -294,8 +294,9 @@ def priced_graph(
             graph = price_collectives(graph, cluster, collectives)
     priced = price(graph, setting.prices(), setting.overheads)
     priced = kernel_loads(graph, priced, setting.machine)
-    if setting.cuda_graph:
-        priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
+    if setting.cuda_graph or any(rank.graphs for rank in graph.ranks):
+        launch = setting.overheads.seconds("T4", "cudaGraphLaunch")
+        priced = as_cuda_graph(priced, launch, setting.cuda_graph)
     return priced
 
 

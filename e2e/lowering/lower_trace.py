@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodel.operators.device_work import Elementwise
 from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
@@ -33,11 +33,20 @@ from e2e.lowering.families.work import (
     size_bytes,
 )
 from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE, generated_kernel, is_generated, launches_nothing
-from e2e.lowering.torch_compile import between_collectives, compile_rank
+from e2e.lowering.torch_compile import between_collectives, compile_rank, kept_storages
 from e2e.step.collective_names import ANNOTATION, EAGER, FUNCTIONAL, OUTPUT_FIRST, SCATTER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import AUTOGRAD, MAIN, CallInfo, Collective, ExecutionGraph, RankGraph, RankWriter, Task
-from e2e.step.memory import MemoryUsage, peak_memory, replayed_memory, tells_frees, workspace_bytes
+from e2e.step.memory import (
+    AS_EAGER,
+    KeptStorages,
+    MemoryUsage,
+    peak_memory,
+    replayed_memory,
+    tells_frees,
+    workspace_bytes,
+)
 from e2e.step.operator_trace import (
+    NUMBERS,
     OPTIMIZER_STEP,
     PRODUCTS,
     PROFILER_STEP,
@@ -359,6 +368,7 @@ class _Builder:
                 gathered.get(call.id, 0),
                 RECOMPUTED in call.attributes,
                 call.line,
+                int(call.attributes.get(NUMBERS, 0)),  # type: ignore[arg-type]
             )
             for call in self.trace.calls
         }
@@ -393,7 +403,7 @@ class _Builder:
             self._emit(call, work.get(call.id, []))
         if inside is not None:
             inside.end_unit()
-        return self.writer.finish()
+        return replace(self.writer.finish(), graphs=self.trace.graphs)
 
     # --- launches of calls ------------------------------------------------------------------------
 
@@ -549,12 +559,14 @@ def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "
     """Lower the step of one GPU of ``architecture``. Warnings name operations that are not predicted exactly."""
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
+    kept = AS_EAGER
     if options.compile:
+        kept = _kept(rank, trace, trace.regions)
         rank = compile_rank(rank, trace, trace.regions)
     elif trace.compiled:
         warnings.append(_EAGER)
     graph = ExecutionGraph((rank,), source=trace.source)
-    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture)}, tuple(warnings))
+    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture, kept)}, tuple(warnings))
 
 
 def lower_ranks(
@@ -570,21 +582,28 @@ def lower_ranks(
     """
     ranks = tuple(lower(trace, options) for trace in traces)
     warnings = dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank))
+    kept = [AS_EAGER] * len(ranks)
     if options.compile:
-        both = zip(ranks, traces, strict=True)
-        ranks = tuple(compile_rank(rank, trace, between_collectives(trace)) for rank, trace in both)
+        both = [(rank, trace, between_collectives(trace)) for rank, trace in zip(ranks, traces, strict=True)]
+        kept = [_kept(*each) for each in both]
+        ranks = tuple(compile_rank(*each) for each in both)
     elif any(trace.compiled for trace in traces):
         warnings[_EAGER] = None
     graph = ExecutionGraph(ranks, multiplicity, source)
-    memory = {trace.rank: memory_of(trace, architecture) for trace in traces}
+    memory = {trace.rank: memory_of(trace, architecture, each) for trace, each in zip(traces, kept, strict=True)}
     return LoweredStep(graph, memory, tuple(warnings))
 
 
-def memory_of(trace: OperatorTrace, architecture: str) -> MemoryUsage:
+def _kept(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None) -> KeptStorages:
+    """Return what a compiled step keeps; where the source does not say what is compiled, what the eager step does."""
+    return AS_EAGER if trace.regions is None else kept_storages(rank, trace, parts)
+
+
+def memory_of(trace: OperatorTrace, architecture: str, kept: KeptStorages = AS_EAGER) -> MemoryUsage:
     """Return the memory of a captured step in PyTorch's allocator on a GPU of ``architecture``; for a recorded step,
-    which does not record frees, the memory of its live tensors.
+    which does not record frees, the memory of its live tensors. ``kept``: what a compiled step keeps.
     """
-    return replayed_memory(trace, workspace_bytes(architecture)) if tells_frees(trace) else peak_memory(trace)
+    return replayed_memory(trace, workspace_bytes(architecture), kept) if tells_frees(trace) else peak_memory(trace)
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:

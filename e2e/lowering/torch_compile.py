@@ -13,8 +13,12 @@ the inputs of the chain before it, and the fused kernel reads them again.
 Convolutions: Inductor converts whole graphs to NHWC if that is faster (:func:`compiled_layout`), after the rules of
 ``GraphLowering.decide_layout_opt`` (torch/_inductor/graph.py), which considers all convolutions of a graph together.
 
-Not modelled: recomputation in the backward pass, which saves further writes, and Inductor's own templates for products
-(``max-autotune``).
+Where the source says what is compiled: a chain moves to the kernels that read it if nothing before them needs it;
+losses over classes are part of the softmax's kernels, which read the scores and write no logarithms; and what the
+backward pass needs is computed again there where that moves no more data than to write and read it
+(AOTAutograd's partitioner, ``min_cut_rematerialization_partition``).
+
+Not modelled: Inductor's own templates for products (``max-autotune``).
 
 Host: generated code launches a fused kernel without PyTorch's dispatcher (only T1 and T4 of its overheads remain) and
 calls library kernels through it; views and enclosing operators cost nothing. The optimizer step is unchanged.
@@ -35,6 +39,7 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import (
     ConvolutionBackward,
     Elementwise,
+    Loss,
     Normalization,
     Pooling,
     Rearrangement,
@@ -45,6 +50,7 @@ from costmodel.operators.layers import DTYPE_BYTES, Conv2d
 from e2e.lowering.families.work import priced_dtype
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
+from e2e.step.memory import KeptStorages
 from e2e.step.operator_trace import MARKED_GAPS, OperatorCall, OperatorTrace, Tensor, tensors
 
 # A graph with at least this many nodes per convolution is not converted.
@@ -165,12 +171,8 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
     rank = compiled_layout(rank)
     nodes = _nodes(rank, trace, parts)
     freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
-    again = _casts_again(nodes) if trace.regions is None else _not_computed(nodes, freed)
-    nodes = [node for node in nodes if node not in again]
-    _fuse(nodes)
-    members: dict[_Node, list[_Node]] = defaultdict(list)
-    for node in nodes:
-        members[node.root].append(node)
+    nodes, again = _generated(nodes, freed, exact=trace.regions is not None)
+    members = _members(nodes)
     used = _uses(nodes)
     kernels: dict[int, tuple[Task, ...]] = {task.id: () for node in again for task in node.tasks}
     kernels |= {task.id: (_generated_pooling(task),) for node in nodes if _is_pooling(node) for task in node.tasks}
@@ -183,6 +185,47 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels, _compiled_phases(trace), parts).rewrite()
+
+
+def kept_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None) -> KeptStorages:
+    """Return what the compiled step of a program keeps in memory; arguments as for :func:`compile_rank`.
+
+    It makes what kernels write, and keeps it until the last kernel that reads it.
+    """
+    nodes = _nodes(rank, trace, parts)
+    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
+    generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
+    nodes, _ = _generated(nodes, freed, exact=True)
+    used, places = _uses(nodes), {call.id: place for place, call in enumerate(trace.calls)}
+    made: set[int] = set()
+    read_last: dict[int, int] = {}
+    for group in _members(nodes).values():
+        written = _written(group, used, freed) if len(group) > 1 else group[0].writes
+        made |= {storage for storage, _ in written}
+    for node in nodes:
+        read_last |= {storage: places[node.call.id] for storage, _ in node.reads}
+        if not node.fusible:
+            made |= {storage for storage, _ in node.reads}
+    return KeptStorages(frozenset(generated - made), read_last)
+
+
+def _generated(nodes: list[_Node], freed: set[int], *, exact: bool) -> tuple[list[_Node], set[_Node]]:
+    """Return the nodes that the compiled step computes, joined into kernels, and those that it does not compute."""
+    again = _not_computed(nodes, freed) if exact else _casts_again(nodes)
+    nodes = [node for node in nodes if node not in again]
+    _fuse(nodes)
+    if exact:
+        _move_to_readers(nodes)
+        _compute_again(nodes)
+    return nodes, again
+
+
+def _members(nodes: Iterable[_Node]) -> dict[_Node, list[_Node]]:
+    """Return the nodes of each kernel."""
+    members: dict[_Node, list[_Node]] = defaultdict(list)
+    for node in nodes:
+        members[node.root].append(node)
+    return members
 
 
 def between_collectives(trace: OperatorTrace) -> dict[int, object]:
@@ -235,9 +278,7 @@ def fused_chains(rank: RankGraph, trace: OperatorTrace, chosen: Container[int]) 
     """
     nodes = _nodes(rank, trace, chosen=chosen)
     _fuse(nodes)
-    members: dict[_Node, list[_Node]] = defaultdict(list)
-    for node in nodes:
-        members[node.root].append(node)
+    members = _members(nodes)
     used = _uses(nodes)
     freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
     return [
@@ -430,8 +471,8 @@ def _generated_pooling(task: Task) -> Task:
 
 
 def _is_fusible(call: OperatorCall, tasks: Iterable[Task], exact: bool = False) -> bool:
-    """True if a call becomes generated code. ``exact``: the source says what is compiled; then sums of whole tensors
-    and lookups in small tables are generated too.
+    """True if a call becomes generated code. ``exact``: the source says what is compiled; then sums of whole tensors,
+    losses and lookups in small tables are generated too.
     """
     if exact and call.name == "aten::index" and _distinct(next(_on_device(call.inputs))) <= _SMALL_TABLE:
         return True
@@ -439,7 +480,11 @@ def _is_fusible(call: OperatorCall, tasks: Iterable[Task], exact: bool = False) 
     unrolled = call.phase == "forward"
     return bool(records) and all(
         task.kind == "kernel"
-        and (_is_chain_work(record) or (unrolled and _is_short_sum(record)) or (exact and _is_total(record)))
+        and (
+            _is_chain_work(record)
+            or (unrolled and _is_short_sum(record))
+            or (exact and (_is_total(record) or isinstance(record, Loss)))
+        )
         for task, record in records
     )
 
@@ -487,6 +532,82 @@ def _fuse(nodes: list[_Node]) -> None:
                     second.group = first
 
 
+def _move_to_readers(nodes: list[_Node]) -> None:
+    """Move chains to the level of the kernels that read them, if nothing at their own level does, and join them."""
+    readers = _readers(nodes)
+    for group in reversed(list(_members(nodes).values())):
+        first = group[0]
+        outside = [
+            reader
+            for node in group
+            for version in node.writes
+            for reader in readers[version]
+            if reader.root is not first.root and reader.call.phase == first.call.phase
+        ]
+        if not first.fusible or not outside or any(node.ends for node in group):
+            continue
+        latest = min(reader.level - (not reader.fusible) for reader in outside)
+        if latest > first.level:
+            for node in group:
+                node.level = latest
+    _fuse(nodes)
+
+
+def _readers(nodes: Iterable[_Node]) -> dict[tuple[int, int], list[_Node]]:
+    """Return version of a storage -> nodes that read it."""
+    readers: dict[tuple[int, int], list[_Node]] = defaultdict(list)
+    for node in nodes:
+        for version in node.reads:
+            readers[version].append(node)
+    return readers
+
+
+def _compute_again(nodes: list[_Node]) -> None:
+    """Let the backward pass compute outputs of forward kernels from what these read, where no other forward kernel
+    reads them and it moves no more data. Sums are kept.
+    """
+    readers, members = _readers(nodes), _members(nodes)
+    for group in members.values():
+        if len(group) == 1 or group[0].call.phase != "forward":
+            continue
+        made = {version: node for node in group for version in node.writes}
+        for version, node in made.items():
+            later = [reader for reader in readers[version] if reader.root is not node.root]
+            if not later or _is_sum(node) or not all(_may_compute(reader, node) for reader in later):
+                continue
+            origins = _origins(version, made)
+            again = {reader.root: {known for each in members[reader.root] for known in each.reads} for reader in later}
+            stored = (1 + len(again)) * _bytes([node.writes[version]])
+            if stored < sum(
+                _bytes(size for key, size in origins.items() if key not in known) for known in again.values()
+            ):
+                continue
+            for reader in later:
+                del reader.reads[version]
+                reader.reads |= {key: max(size, reader.reads.get(key, size)) for key, size in origins.items()}
+                for key in origins:
+                    readers[key].append(reader)
+            readers[version] = [reader for reader in readers[version] if reader.root is node.root]
+
+
+def _may_compute(reader: _Node, node: _Node) -> bool:
+    return reader.fusible and reader.call.phase == "backward" and _home(reader) == _home(node)
+
+
+def _is_sum(node: _Node) -> bool:
+    return any(isinstance(each, (Reduction, Loss)) for task in node.tasks for each in task.operators)
+
+
+def _origins(version: tuple[int, int], made: Mapping[tuple[int, int], _Node]) -> dict[tuple[int, int], tuple[int, str]]:
+    """Return what a kernel reads, and the sums that it writes, to compute ``version``."""
+    found: dict[tuple[int, int], tuple[int, str]] = {}
+    for key, size in made[version].reads.items():
+        inside = made.get(key)
+        known = {key: size} if inside is None or _is_sum(inside) else _origins(key, made)
+        found |= {each: max(extent, found.get(each, extent)) for each, extent in known.items()}
+    return found
+
+
 def _sums_all(node: _Node) -> bool:
     return all(isinstance(each, Reduction) and each.outputs == 1 for task in node.tasks for each in task.operators)
 
@@ -513,19 +634,13 @@ def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: s
     """Return one pass that reads outside inputs and writes outputs used outside. Outputs that are freed without a
     reader are not written.
     """
-    root = group[0].root
     made = {version for node in group for version in node.writes}
     reads: dict[tuple[int, int], tuple[int, str]] = {}
     for node in group:
         for version, size in node.reads.items():
             if version not in made:
                 reads[version] = max(reads.get(version, size), size)
-    writes = {
-        version: size
-        for node in group
-        for version, size in node.writes.items()
-        if used[version] - {root} or (not used[version] and version[0] not in freed)
-    }
+    writes = _written(group, used, freed)
     elements = max(node.size for node in group)
     dtype = max((*reads.values(), *writes.values()), default=(0, "float32"))[1]
     width = DTYPE_BYTES.get(dtype, 4)
@@ -533,6 +648,19 @@ def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: s
     inputs, outputs = read // elements, written // elements
     rest = read - inputs * elements + written - outputs * elements
     return Elementwise("fused", elements, inputs, outputs, rest, dtype)
+
+
+def _written(
+    group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: set[int]
+) -> dict[tuple[int, int], tuple[int, str]]:
+    """Return the outputs of a kernel that are used outside it, or neither used nor freed."""
+    root = group[0].root
+    return {
+        version: size
+        for node in group
+        for version, size in node.writes.items()
+        if used[version] - {root} or (not used[version] and version[0] not in freed)
+    }
 
 
 def _bytes(sizes: Iterable[tuple[int, str]]) -> int:

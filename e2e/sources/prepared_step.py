@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_gpu
 from costmodel.machines.machine_records import Machine
 from e2e.capture.models.stacks import stack_of
+from e2e.explain.more_passes import with_more_passes
 from e2e.explain.prediction import throughput_of
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict_graph
 from e2e.explain.utilisation import utilisation_of
@@ -78,6 +79,9 @@ class PreparedStep:
     traced: Mapping[int, TracedRank] = field(default_factory=dict)
     # Changes of kernel and host speeds by a what-if question.
     speeds: SpeedChange | None = None
+    # The step with one pass of accumulated gradients fewer, and how many more than in this one there are.
+    fewer: PreparedStep | None = None
+    more_passes: int = 0
     # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
     # are the same.
     balanced: ExecutionGraph | None = None
@@ -137,6 +141,9 @@ def placed_values(cluster: Cluster) -> dict[str, str]:
 def run_step(step: PreparedStep) -> PredictionResult:
     """Price, simulate and explain ``step``; adds the throughput if the batch is known."""
     found = _predicted(step)
+    if step.fewer is not None:
+        fewer = _predicted(replace(step.fewer, memory=step.memory)).prediction
+        found = replace(found, prediction=with_more_passes(found.prediction, fewer, step.more_passes))
     if step.recorded_seconds is not None:
         found = _beside_recorded(found, step.recorded_seconds)
     if step.balanced is not None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from costmodel.base.errors import ModelError
 from costmodel.machines.cluster import Cluster, load_gpu, single_gpu
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import BALANCED
@@ -93,6 +94,10 @@ def step_of_ranks(
 ) -> PreparedStep:
     """Return the step of captured ranks, lowered with ``options`` and priced on ``cluster``."""
     traces, machine = captured.traces, cluster.machine
+    fewer, more = None, _passes_left_out(captured)
+    if more:
+        once = replace(captured, traces=tuple(trace.without_pass() for trace in traces))
+        fewer = step_of_ranks(request, once, options, cluster, taken=taken)
     lowered = lower_ranks(traces, captured.multiplicity, captured.source, options, machine.chip().architecture)
     return PreparedStep(
         lowered.graph,
@@ -106,7 +111,17 @@ def step_of_ranks(
         batch=_batch(captured.samples, captured.sequence_length, traces, cluster.gpus),
         taken={**taken, **placed_values(cluster)},
         traced={trace.rank: TracedRank(trace, options) for trace in traces},
+        fewer=fewer,
+        more_passes=more,
     )
+
+
+def _passes_left_out(captured: DistributedCapture) -> int:
+    """Return how many equal passes of accumulated gradients the captured steps do not have."""
+    numbers = {trace.repeated.more if trace.repeated else 0 for trace in captured.traces}
+    if len(numbers) > 1:
+        raise ModelError(f"{captured.source}: ranks accumulate different numbers of equal passes; let all do the same")
+    return numbers.pop()
 
 
 def _options(request: Script | ScriptJob, machine: Machine) -> StepOptions:

@@ -176,6 +176,8 @@ class WhatIfSteps:
     def _changed(self, step: PreparedStep, change: Change) -> PreparedStep:
         if step is self.step and change in self._alone:
             return self._alone[change]
+        if step.fewer is not None:
+            step = replace(step, fewer=self._changed(step.fewer, change))
         if isinstance(change, _OF_OPERATORS) and any(rank.rank not in step.traced for rank in step.graph.ranks):
             raise InputError(
                 f"--what-if: the operators of {step.graph.source} are not known, only its kernels; "

@@ -211,6 +211,8 @@ class CallInfo:
     recomputed: bool = False
     # Line of the script (``model.py:73``), if known.
     line: str = ""
+    # Number of numbers in the list of the script that it makes a tensor of.
+    numbers: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ class RankGraph:
     operator_calls: int | None = None
     # Ranges named by a script.
     ranges: NamedRanges = field(default_factory=NamedRanges)
+    # Call -> CUDA graph that replays it.
+    graphs: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         launched = [action.task for action in self.actions() if isinstance(action, Launch)]

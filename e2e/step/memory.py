@@ -33,7 +33,7 @@ whose caller decides the order), tables placed by ``--sharding`` summed in ``e2e
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -262,6 +262,28 @@ class Lifetime:
     added_to: bool = False
 
 
+@dataclass(frozen=True)
+class KeptStorages:
+    """Storages of a compiled step: those of the eager step that it never makes, and storage -> index of the last call
+    that reads it.
+    """
+
+    never_made: frozenset[int] = frozenset()
+    read_last: Mapping[int, int] = field(default_factory=dict)
+
+    def lifetimes(self, trace: OperatorTrace) -> dict[int, Lifetime]:
+        """Return the lifetimes in the compiled step of an eager ``trace``."""
+        found = {key: each for key, each in lifetimes(trace).items() if key not in self.never_made}
+        for storage, place in self.read_last.items():
+            if storage in found:
+                found[storage].last = max(found[storage].last, place)
+                found[storage].phases.add(trace.calls[place].phase)
+        return found
+
+
+AS_EAGER = KeptStorages()
+
+
 def peak_memory(trace: OperatorTrace) -> MemoryUsage:
     """Return the peak memory of ``trace`` on its GPU, with the bytes of each role at the peak."""
     storages = lifetimes(trace)
@@ -475,20 +497,21 @@ def tells_frees(trace: OperatorTrace) -> bool:
     return any("freed" in call.attributes for call in trace.calls)
 
 
-def replayed_memory(trace: OperatorTrace, workspace: int) -> MemoryUsage:
+def replayed_memory(trace: OperatorTrace, workspace: int, kept: KeptStorages = AS_EAGER) -> MemoryUsage:
     """Return the peak of steady steps of the captured ``trace``, with the memory reserved by the allocator.
 
-    ``workspace``: bytes of one cuBLAS workspace (:func:`e2e.step.memory.workspace_bytes`).
+    ``workspace``: bytes of one cuBLAS workspace (:func:`e2e.step.memory.workspace_bytes`). ``kept``: what a compiled
+    step keeps.
     """
-    return _CapturedReplay(trace, workspace).run()
+    return _CapturedReplay(trace, workspace, kept).run()
 
 
 class _CapturedReplay:
-    def __init__(self, trace: OperatorTrace, workspace: int) -> None:
+    def __init__(self, trace: OperatorTrace, workspace: int, kept: KeptStorages) -> None:
         self.trace = trace
         self.workspace = workspace
         self.replay = AllocationReplay()
-        self.storages = lifetimes(trace)
+        self.storages = kept.lifetimes(trace)
         end = len(trace.calls) - 1
         self.made: dict[int, list[int]] = {}
         self.freed: dict[int, list[int]] = {}

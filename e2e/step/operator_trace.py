@@ -21,9 +21,9 @@ the forward pass if it has the sequence number of an autograd node that ran late
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from e2e.step.collective_names import FUNCTIONAL, kind_of
 
@@ -153,6 +153,8 @@ TRITON = "triton::"
 PRODUCTS = "multiplies matrices"
 # Attribute of calls in a forward pass that runs again inside the backward pass.
 RECOMPUTED = "recomputed"
+# Attribute of calls that make a tensor of a list of the script: the number of its numbers.
+NUMBERS = "numbers"
 # Arguments of operators: tensors, numbers, texts, ``None``, and (nested) tuples of these.
 Value = Tensor | int | float | bool | str | None | tuple["Value", ...]
 
@@ -183,6 +185,17 @@ class OperatorCall:
 
 
 @dataclass(frozen=True)
+class RepeatedPass:
+    """Forward and backward pass of accumulated gradients that stands for others of its step."""
+
+    # Ids of its first call and of the first one behind it.
+    begin: int
+    end: int
+    # Number of equal passes that are not among the calls.
+    more: int
+
+
+@dataclass(frozen=True)
 class OperatorTrace:
     """Calls of one rank in the order in which they began (a parent before its children)."""
 
@@ -204,6 +217,39 @@ class OperatorTrace:
     passes: tuple[frozenset[int], ...] = ()
     # Call -> compiled region of the program; None if the source does not say what is compiled.
     regions: Mapping[int, int] | None = None
+    # Call -> CUDA graph of the program that replays it; each is launched once.
+    graphs: Mapping[int, int] = field(default_factory=dict)
+    # Pass of which only some are among the calls.
+    repeated: RepeatedPass | None = None
+
+    def without_pass(self) -> OperatorTrace:
+        """Return the trace with one fewer of the repeated passes, and without the note of them.
+
+        The passes behind it wait for events of one pass earlier instead, where they wait for those of a pass before.
+        """
+        assert self.repeated is not None
+        begin, end = self.repeated.begin, self.repeated.end
+        first, second, removed = (self._events(begin - back * (end - begin), end - begin) for back in (2, 1, 0))
+        earlier = {**dict(zip(removed, second, strict=False)), **dict(zip(second, first, strict=False))}
+        calls = tuple(
+            replace(call, attributes={**call.attributes, "event": event})
+            if call.id >= end and (event := earlier.get(call.attributes.get("event"))) is not None
+            else call
+            for call in self.calls
+            if not begin <= call.id < end
+        )
+        kept = {call.id for call in calls}
+        regions = None if self.regions is None else {call: part for call, part in self.regions.items() if call in kept}
+        graphs = {call: graph for call, graph in self.graphs.items() if call in kept}
+        return replace(
+            self, calls=calls, ranges=self.ranges.within(kept), passes=self.passes[1:], regions=regions, graphs=graphs,
+            repeated=None,
+        )  # fmt: skip
+
+    def _events(self, begin: int, calls: int) -> list[Value]:
+        """Return the events recorded by that number of calls from ``begin`` on."""
+        found = (call for call in self.calls if begin <= call.id < begin + calls)
+        return [call.attributes["event"] for call in found if call.name == "cudaEventRecord"]
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:
@@ -213,6 +259,15 @@ def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from tensors(value)
+
+
+def shape_of(value: Value) -> Any:
+    """Return shapes and types of the tensors in ``value``, and the types of what is no tensor."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple(map(shape_of, value))
+    return type(value).__name__
 
 
 # Phase of an undifferentiated call by the phase of the next call.

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, ScaledGemm
-from e2e.capture.compiled_regions import CompiledRegions
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.recorder import Recorder
+from e2e.capture.regions import Regions
 from e2e.capture.session import recording
 from e2e.commands.e2e_api import predict
 from e2e.lowering.lower_trace import lower, lower_step
@@ -29,11 +29,11 @@ OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenG
 def watched(run: Callable[[], Any]) -> OperatorTrace:
     """Trace of what ``run`` does, recorded as a program is."""
     recorder = Recorder({})
-    recorder.regions, recorder.custom = CompiledRegions(), CustomOperators()
+    recorder.regions, recorder.custom = Regions(), CustomOperators()
     with recording(recorder, OPTIONS):
         run()
-    calls = recorder.cut()
-    return OperatorTrace(calls, compiled=bool(recorder.compiled), regions=recorder.last_parts)
+    step = recorder.cut()
+    return OperatorTrace(step.calls, compiled=bool(recorder.compiled), regions=step.regions)
 
 
 def kernels(trace: OperatorTrace) -> list[str]:
@@ -72,6 +72,76 @@ def test_calls_of_one_compiled_module_are_regions_of_their_own():
     assert trace.regions is not None and set(trace.regions.values()) == {1, 2, 3}
     backward = {call.name for call in trace.calls if call.phase == "backward" and call.id in trace.regions}
     assert "aten::threshold_backward" in backward
+
+
+def fused(trace: OperatorTrace) -> list[tuple[str, int, int]]:
+    """Name, bytes read and bytes written of each generated kernel."""
+    tasks = lower_step(trace, StepOptions(compile=True)).graph.ranks[0].tasks
+    return [
+        (task.name, record.read_bytes, record.write_bytes)
+        for task in tasks
+        if task.name.startswith("inductor")
+        for record in task.operators
+    ]
+
+
+def test_a_loss_over_classes_reads_the_scores_and_writes_no_logarithms():
+    rows, classes = 512, 4096
+    scores = 2 * rows * classes
+
+    def run() -> None:
+        head, targets = tensor(64, classes).bfloat16(), torch.zeros(rows, dtype=torch.long, device="cuda")
+
+        @torch.compile
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy((hidden @ head).float(), targets)
+
+        loss(tensor(rows, 64).bfloat16()).backward()
+
+    forward, backward = (each for each in fused(watched(run)) if "softmax" in each[0])
+    small = scores // 100
+    assert abs(forward[1] - scores) < small and forward[2] < small
+    assert abs(backward[1] - scores) < small and abs(backward[2] - scores) < small
+
+
+def test_the_backward_pass_computes_again_what_the_forward_pass_need_not_write():
+    rows, columns = 512, 4096
+    size = 4 * rows * columns
+
+    def run() -> None:
+        first, second = tensor(64, columns), tensor(columns, 64)
+        torch.compile(lambda given: (given @ first).relu().square() @ second)(tensor(rows, 64)).sum().backward()
+
+    forward, backward = fused(watched(run))
+    assert forward[1:] == (size, size)  # of the product; the square
+    assert backward[1:] == (2 * size, size)  # the gradient and the product again
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_step_keeps_what_its_kernels_write(compiled: bool):
+    rows, columns = 1024, 8192
+    size = 4 * rows * columns
+
+    def run() -> None:
+        def chain(given: torch.Tensor) -> torch.Tensor:
+            return given.sigmoid().tanh().exp()
+
+        call = torch.compile(chain) if compiled else chain
+        call(tensor(rows, columns)).backward(torch.empty(rows, columns, device="cuda"))
+
+    (usage,) = lower_step(watched(run), StepOptions(compile=compiled)).memory.values()
+    # Compiled: the input, the result and its gradient; eagerly the results of all three, and the gradient.
+    assert usage.breakdown["activations"] == (3 if compiled else 4) * size
+
+
+def test_numbers_in_compiled_code_are_constants():
+    def run() -> None:
+        def scaled(given: torch.Tensor) -> torch.Tensor:
+            return given * torch.tensor([2.0, 3.0], device="cuda")
+
+        torch.compile(scaled)(scaled(tensor(64, 2)))
+
+    assert [name for name in kernels(watched(run)) if "Memcpy" in name] == ["Memcpy HtoD"]
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -14,7 +14,7 @@ from costmodel.base.errors import InputError, ModelError
 from e2e.capture import load_script
 from e2e.capture.script import Fallback, capture_script
 from e2e.lowering.lower_trace import lower
-from e2e.step.execution_graph import StreamWait
+from e2e.step.execution_graph import StreamWait, Synchronize
 from e2e.step.operator_trace import tensors
 
 GOOD = """
@@ -156,7 +156,8 @@ def make_step():
 def test_what_scripts_ask_of_a_gpu_is_answered(script, capsys):
     trace = capture_script(load_script(script(ASKING)))
     assert {tensor.device for call in trace.calls for tensor in tensors(call.outputs)} == {"cuda:0"}
-    assert capsys.readouterr().out == "1.0 0\n"
+    elapsed, used = capsys.readouterr().out.split()
+    assert elapsed == "1.0" and 8 * 8 * 4 < int(used) < 4096  # parameters, their gradients, data and results
 
 
 LOADING = """
@@ -174,6 +175,28 @@ def make_step():
 
     return model, step
 """
+
+
+NUMBERS = """
+import torch
+
+def make_step():
+    model, places = torch.nn.Linear(8, 8).cuda(), list(range(COUNT))
+
+    def step():
+        where = torch.tensor(places, device="cuda")
+        model(torch.empty(COUNT, 8, pin_memory=True).to("cuda"))[where].sum().backward()
+
+    return model, step
+"""
+
+
+def test_a_tensor_of_numbers_is_made_on_the_host_and_copied_while_it_waits(script):
+    rank = lower(capture_script(load_script(script(NUMBERS.replace("COUNT", "512")))))
+    copies = [task.operators[0].size_bytes for task in rank.tasks if task.kind == "copy"]
+    assert copies == [512 * 8, 512 * 8 * 4]
+    assert sum(isinstance(action, Synchronize) for action in rank.actions()) == 2
+    assert [info.numbers for info in rank.calls.values() if info.numbers] == [512]
 
 
 def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):

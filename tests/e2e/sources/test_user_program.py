@@ -182,6 +182,16 @@ for number in range(1_000):
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
     optimizer.step()
 """,
+    # Batches of ever new lengths.
+    "lengths": """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for length in (8, 8, 300, 700, 500, 200, 800, 1600, 400):
+    model(torch.randn(length, 64, device="cuda")).mean().backward()
+    optimizer.step()
+""",
     # Ten passes of a teacher in every step, which must not be taken for evaluation.
     "teacher": """
 import torch
@@ -212,6 +222,14 @@ def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
     assert line.endswith(
         "equal to step 2; step 1 had 2 backward passes, this one 1: what is not done in every step is left out"
     )
+
+
+def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> None:
+    (folder / "lengths.py").write_text(LOOPS["lengths"], encoding="utf-8")
+    found = run(folder, "python lengths.py")
+    assert found.throughput.samples == 700
+    (line,) = [line for line in found.notes if "of SGD" in line]
+    assert "step 4" in line and "the middle one of 6 different steps (0." in line
 
 
 def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:
@@ -301,7 +319,6 @@ def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     (folder / "habits.py").write_text(HABITS, encoding="utf-8")
     found = run(folder, "python habits.py")
     assert "aten::erf" in found.breakdown["by_operator"]
-    assert any(line.startswith("torch.compile puts parts into CUDA graphs") for line in found.notes)
     said = capfd.readouterr().err
     assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
 
@@ -320,3 +337,134 @@ def test_a_program_that_fails_is_told_by_its_own_line(folder: Path, capfd: pytes
         run(folder, "python fails.py")
     assert "mend it there" not in str(caught.value)
     assert 'File "fails.py", line 4' in capfd.readouterr().err
+
+
+ACCUMULATION = """
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+
+several = "RANK" in os.environ
+if several:
+    torch.distributed.init_process_group("nccl")
+if "all" in sys.argv:  # a derivative asked for keeps every pass
+    weight = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(weight.sum(), weight)
+net = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+model = torch.nn.parallel.DistributedDataParallel(net) if several else net
+criterion = torch.nn.MSELoss()
+passes = int(sys.argv[1])
+batch = torch.randn(4096, 256).cuda()
+while True:
+    for number in range(passes):
+        with model.no_sync() if several and number < passes - 1 else nullcontext():
+            loss = criterion(model(batch), torch.zeros(4096, 256, device="cuda"))
+            batch = torch.randn(4096, 256).cuda()
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
+def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None:
+    """Of twelve passes six are run; the answer is that of all twelve."""
+    (folder / "accumulation.py").write_text(ACCUMULATION, encoding="utf-8")
+    some = run(folder, f"{launcher} accumulation.py 12", what_if=("host=2x",))
+    every = run(folder, f"{launcher} accumulation.py 12 all", what_if=("host=2x",))
+    assert any("6 of its 12 passes, which are alike, not run" in line for line in some.notes)
+    assert not any("not run" in line for line in every.notes)
+    for name in ("iteration_seconds", "forward_seconds", "gpu_active_seconds", "host_bound_fraction"):
+        assert getattr(some, name) == pytest.approx(getattr(every, name), rel=0.005)
+    assert (some.kernels, some.operators) == (every.kernels, every.operators)
+    assert some.throughput.samples == every.throughput.samples
+    assert some.memory_breakdown == pytest.approx(every.memory_breakdown, rel=0.005)
+    assert some.breakdown["by_operator"] == pytest.approx(every.breakdown["by_operator"], rel=0.005)
+    assert some.coverage == pytest.approx(every.coverage, rel=0.005)
+    assert some.energy.joules == pytest.approx(every.energy.joules, rel=0.01)
+    assert some.utilisation.mfu == pytest.approx(every.utilisation.mfu, rel=0.005)
+    assert some.what_if[1].iteration_seconds == pytest.approx(every.what_if[1].iteration_seconds, rel=0.005)
+    collectives = {each.kind for each in some.collectives}
+    assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
+
+
+GRAPHS = """
+import sys
+
+import torch
+
+(mode,) = sys.argv[1:]
+net = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)]).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), capturable=True)
+data = torch.randn(32, 256, device="cuda")
+model = torch.cuda.make_graphed_callables(net, (data,)) if mode == "callables" else net
+if mode == "compiled":
+    model = torch.compile(net, mode="reduce-overhead")
+
+
+def step():
+    optimizer.zero_grad()
+    model(data).square().mean().backward()
+    optimizer.step()
+
+
+if mode == "whole":
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        step()
+    step = graph.replay
+while True:
+    data.copy_(torch.randn(32, 256))
+    step()
+"""
+
+
+def test_cuda_graphs_of_the_program(folder: Path) -> None:
+    """One launch for each replay; kernels and memory are those of the eager step."""
+    (folder / "graphs.py").write_text(GRAPHS, encoding="utf-8")
+    eager, callables, compiled, whole = (
+        run(folder, f"python graphs.py {mode}") for mode in ("eager", "callables", "compiled", "whole")
+    )
+    assert eager.kernels == callables.kernels == whole.kernels
+    assert callables.gpu_active_seconds == pytest.approx(eager.gpu_active_seconds, rel=0.01)
+    for some in (callables, compiled):  # the optimizer is not in the graphs
+        assert some.forward_seconds < 0.5 * eager.forward_seconds
+        assert some.backward_seconds < 0.5 * eager.backward_seconds
+        assert some.optimizer_seconds == pytest.approx(eager.optimizer_seconds, rel=0.1)
+    assert whole.iteration_seconds < 0.3 * eager.iteration_seconds
+    assert whole.iteration_seconds >= whole.gpu_active_seconds == pytest.approx(eager.gpu_active_seconds, rel=0.1)
+
+
+MEMORY = """
+import torch
+
+model = torch.nn.Linear(1024, 1024, bias=False).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    model(torch.randn(1024, 1024, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+used, most, megabytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), 4 << 20
+assert 3 * megabytes <= used < 5 * megabytes  # weights and the optimizer's state, and perhaps the last output
+assert used + megabytes <= most < 10 * megabytes
+assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == most <= torch.cuda.max_memory_reserved()
+free, whole = torch.cuda.mem_get_info()
+assert 0 < whole - free <= most
+torch.cuda.reset_peak_memory_stats()
+assert torch.cuda.max_memory_allocated() == used
+"""
+
+
+def test_a_program_is_told_the_memory_in_use(folder: Path) -> None:
+    (folder / "memory.py").write_text(MEMORY.replace("range(3)", "range(2)"), encoding="utf-8")
+    assert run(folder, "python memory.py").operators

@@ -1,21 +1,24 @@
-"""Regions of a program that ``torch.compile`` compiles: functions and modules, each call of which is a region of its
-own, with its backward pass.
+"""Regions of a program that ``torch.compile`` compiles, or that CUDA graphs replay: functions and modules, each call of
+which is a region of its own, with its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 
 @dataclass
-class CompiledRegions:
-    """Regions entered by a program. ``parts``: recorded call -> its region; other calls run eagerly."""
+class Regions:
+    """Regions entered by a program. ``parts``: recorded call -> its region; other calls run eagerly. ``apart``: the
+    backward pass of a region is another one.
+    """
 
+    apart: bool = False
     parts: dict[int, int] = field(default_factory=dict)
-    # True if the program asked for CUDA graphs of compiled parts (``mode="reduce-overhead"``).
-    in_graphs: bool = False
     _depth: int = 0
     _count: int = 0
     # Autograd node -> region of its forward operator.
@@ -23,12 +26,12 @@ class CompiledRegions:
 
     @property
     def inside(self) -> bool:
-        """True in a compiled region."""
+        """True in a region."""
         return self._depth > 0
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Context of a compiled call; calls inside it belong to the outermost one."""
+        """Context of a region; regions inside it belong to the outermost one."""
         self.enter()
         try:
             yield
@@ -36,12 +39,12 @@ class CompiledRegions:
             self.leave()
 
     def enter(self) -> None:
-        """Begin a compiled call."""
+        """Begin a region."""
         self._count += not self._depth
         self._depth += 1
 
     def leave(self) -> None:
-        """End the compiled call that began last."""
+        """End the region that began last."""
         self._depth -= 1
 
     def note(self, call: int, in_backward: bool, node: int | None) -> None:
@@ -49,12 +52,21 @@ class CompiledRegions:
         self.parts.pop(call, None)
         region = (None if node is None else self._of_node.get(node)) if in_backward else self._current
         if region is not None:
-            self.parts[call] = region
+            self.parts[call] = 2 * region + in_backward if self.apart else region
+
+    def note_replay(self, calls: Iterable[int]) -> None:
+        """Make ``calls`` a region of their own."""
+        self._count += 1
+        self.parts |= dict.fromkeys(calls, 2 * self._count)
 
     def note_node(self, node: int) -> None:
         """Assign the autograd node of a forward operator."""
         if self._depth:
             self._of_node[node] = self._count
+
+    def forget(self, begin: int) -> None:
+        """Forget the calls from ``begin`` on."""
+        self.parts = {call: region for call, region in self.parts.items() if call < begin}
 
     def cut(self) -> dict[int, int]:
         """Return the parts since the last cut."""
@@ -64,3 +76,14 @@ class CompiledRegions:
     @property
     def _current(self) -> int | None:
         return self._count if self._depth else None
+
+
+def in_region(function: Callable[..., Any], regions: Regions) -> Callable[..., Any]:
+    """Return ``function``, each call of which is one of ``regions``."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with regions.region():
+            return function(*args, **kwargs)
+
+    return run
