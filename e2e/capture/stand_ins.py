@@ -72,6 +72,7 @@ class Silent:
 
 class _SilentModule(ModuleType):
     __path__: list[str] = []
+    __version__ = "99.0"  # newer than whatever is asked for
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -73,6 +73,14 @@ def test_flash_attention_is_the_kernel_of_scaled_dot_product_attention(told: lis
     assert told == ["flash_attn cannot run without a GPU: stood in for, its kernels by name and shape"]
 
 
+def test_a_library_that_only_looks_for_a_package_leaves_no_note(told: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("e2e.capture.cuda_packages.finder._asking_library", lambda: "accelerate")
+    linear = import_module("transformer_engine.pytorch").Linear
+    assert not isinstance(nn.Identity(), linear) and not told
+    linear(64, 64, device="meta")
+    assert told[0].startswith("transformer_engine cannot run without a GPU")
+
+
 def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str]):
     from flash_attn import flash_attn_varlen_func
 
