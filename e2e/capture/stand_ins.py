@@ -37,7 +37,16 @@ _SILENCE = {
 }
 
 
-class Silent:
+class _SilentClass(type):
+    """Class whose own methods, as in ``Task.current_task()``, say nothing either."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Silent()
+
+
+class Silent(metaclass=_SilentClass):
     """Object of a logger: whatever is asked of it, called or entered is another silent object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,6 +77,11 @@ class Silent:
 
     def __bool__(self) -> bool:
         return False
+
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+    __le__ = __gt__ = __ge__ = __lt__
 
 
 class _SilentModule(ModuleType):

@@ -127,8 +127,8 @@ def _is_known(name: str) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, loader: _Loader, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
-        self.loader, self.installed = loader, installed
+    def __init__(self, note: Note, stack: ExitStack, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
+        self.note, self.stack, self.installed = note, stack, installed
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
@@ -136,7 +136,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if package not in _ANYTHING and not _is_known(name) and not _asking_library():
             return None
-        return importlib.machinery.ModuleSpec(name, self.loader, is_package=True)
+        return importlib.machinery.ModuleSpec(name, _Loader(self.note, self.stack), is_package=True)
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
@@ -258,9 +258,7 @@ def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
 def cuda_packages(note: Note) -> Iterator[None]:
     """Context in which CUDA packages can be imported; ``note`` is told of each."""
     stack = ExitStack()
-    finder = _Finder(
-        _Loader(note, stack), {package: where for package in PACKAGES if (where := find_spec(package)) is not None}
-    )
+    finder = _Finder(note, stack, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     if "triton" not in finder.installed:
         import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
     sys.meta_path.insert(0, finder)

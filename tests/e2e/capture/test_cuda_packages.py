@@ -20,6 +20,7 @@ from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
 from e2e.capture.cuda_packages import mmcv
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
+from e2e.capture.imports import patched_imports
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.step.execution_graph import RankGraph
@@ -197,6 +198,11 @@ def test_kernels_of_the_hub_are_those_of_flash_attention(told: list[str]):
     assert hub.get_kernel("kernels-community/flash-attn3").flash_attn_func.__name__ == "flash3_func"
     with pytest.raises(ModelError, match="the kernel someone/activation is not stood in for"):
         hub.get_kernel("someone/activation")
+
+
+def test_a_part_of_a_package_that_is_patched_when_it_is_imported(told: list[str]):
+    with patched_imports({"bitsandbytes": lambda module: []}):
+        assert import_module("bitsandbytes").nn.Linear4bit
 
 
 @pytest.mark.parametrize("package", [each for each in PACKAGES if each not in ("bitsandbytes", "kernels", "triton")])
