@@ -293,13 +293,14 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
     refused = next((name for name in REFUSED if f"{error.name}.".startswith(f"{name}.")), None)
     if refused is not None:
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
-    if not isinstance(error, ModuleNotFoundError):
-        return None
-    if error.name != package and package in sys.modules:
+    named = re.match("cannot import name", str(error)) and library_folder(str(error.path)) is not None
+    if named or (isinstance(error, ModuleNotFoundError) and error.name != package and package in sys.modules):
         return (
-            f"{place}imports {error.name}, which the installed {package} does not have: install the version of "
+            f"{place}imports {_imported(error)}, which the installed {package} does not have: install the version of "
             f"{package} that the program was written for"
         )
+    if not isinstance(error, ModuleNotFoundError):
+        return None
     if package in INSTALLABLE:
         return (
             f"{place}imports {package}, which is not installed here and needs no GPU: "

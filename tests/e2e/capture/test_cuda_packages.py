@@ -241,6 +241,7 @@ def said(code: str) -> str | None:
         ),
         ("import unsloth", "train.py:1: imports unsloth, which is not predicted: it rewrites models"),
         ("import liger_kernel", "needs no GPU: pip install --no-deps liger-kernel"),
+        ("from numpy import nothing", "train.py:1: imports nothing of numpy, which the installed numpy does not have"),
         ("from flash_attn import nothing", "train.py:1: imports nothing of flash_attn, which the stand-in"),
         ("import flash_attn.models.gpt", "imports flash_attn.models, which the stand-in for flash_attn"),
     ],
