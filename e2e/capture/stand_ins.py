@@ -83,6 +83,9 @@ class Silent(metaclass=_SilentClass):
 
     __le__ = __gt__ = __ge__ = __lt__
 
+    def __index__(self) -> int:
+        return 1  # such as a number of entries to write at once
+
 
 class _SilentModule(ModuleType):
     __path__: list[str] = []

@@ -189,7 +189,10 @@ class _Loader(importlib.abc.Loader):
             return call
 
         if isinstance(value, type):
-            self.stack.enter_context(patch.object(value, "__init__", telling(value.__init__)))  # type: ignore[misc]
+            made = value.__init__  # type: ignore[misc]
+            if made is object.__init__:  # what `__new__` takes is not for it
+                made = lambda made, *args, **kwargs: None  # type: ignore[misc,assignment]  # noqa: E731
+            self.stack.enter_context(patch.object(value, "__init__", telling(made)))
             return value
         return telling(value) if isinstance(value, FunctionType) else value
 

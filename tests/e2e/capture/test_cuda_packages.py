@@ -80,6 +80,10 @@ def test_a_library_that_only_looks_for_a_package_leaves_no_note(told: list[str],
     assert not isinstance(nn.Identity(), linear) and not told
     linear(64, 64, device="meta")
     assert told[0].startswith("transformer_engine cannot run without a GPU")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))  # which the program has imported
+    monkeypatch.setattr(sys.modules["bitsandbytes"], "__path__", [], raising=False)
+    weight = import_module("bitsandbytes.nn").Params4bit(torch.empty(64, 64, device="meta"), requires_grad=False)
+    assert weight.shape and told[1].startswith("bitsandbytes is not installed")
 
 
 def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str]):
