@@ -146,7 +146,8 @@ class RankProcess:
 
     def _ended(self, status: int) -> FoundStep:
         if not self._answer.exists():
-            raise ModelError(f"{self._title}: its process ended without an answer, with status {status}")
+            how = f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+            raise ModelError(f"{self._title}: its process ended without an answer, with {how}")
         found = pickle.loads(self._answer.read_bytes())
         if isinstance(found, BaseException):
             raise found

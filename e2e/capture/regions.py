@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import torch
+
 
 @dataclass
 class Regions:
@@ -37,6 +39,16 @@ class Regions:
             yield
         finally:
             self.leave()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Context of calls that run eagerly, after which another region begins."""
+        depth, self._depth = self._depth, 0
+        try:
+            yield
+        finally:
+            self._depth = depth
+            self._count += depth > 0
 
     def enter(self) -> None:
         """Begin a region."""
@@ -76,6 +88,20 @@ class Regions:
     @property
     def _current(self) -> int | None:
         return self._count if self._depth else None
+
+
+def outside_regions(function: Any, regions: Regions) -> Any:
+    """Return ``function``, a module or a function, whose calls are in none of ``regions``."""
+    if isinstance(function, torch.nn.Module):
+        function.forward = outside_regions(function.forward, regions)
+        return function
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with regions.outside():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def in_region(function: Callable[..., Any], regions: Regions) -> Callable[..., Any]:

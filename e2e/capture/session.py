@@ -29,7 +29,7 @@ from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.recorder import Recorder, heard
-from e2e.capture.regions import in_region
+from e2e.capture.regions import in_region, outside_regions
 from e2e.capture.script_errors import watched
 from e2e.step.operator_trace import PRODUCTS, TRITON, OperatorTrace
 from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
@@ -65,7 +65,15 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
             return model
         return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
-    with patch.object(torch, "compile", compiled):
+    disable = torch.compiler.disable
+
+    def disabled(fn: Any = None, recursive: bool = True, **more: Any) -> Any:
+        if fn is None:
+            return partial(disabled, recursive=recursive, **more)
+        own = not str(getattr(fn, "__module__", "")).startswith("torch.") and not isinstance(fn, type)
+        return outside_regions(fn, regions) if own and regions is not None else disable(fn, recursive, **more)
+
+    with patch.object(torch, "compile", compiled), patch.object(torch.compiler, "disable", disabled):
         yield
 
 

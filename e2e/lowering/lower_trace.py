@@ -32,10 +32,22 @@ from e2e.lowering.families.work import (
     priced_dtype,
     size_bytes,
 )
+from e2e.lowering.host_operators import host_seconds
 from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE, generated_kernel, is_generated, launches_nothing
 from e2e.lowering.torch_compile import between_collectives, compile_rank, kept_storages
 from e2e.step.collective_names import ANNOTATION, EAGER, FUNCTIONAL, OUTPUT_FIRST, SCATTER, WAIT_TENSOR, kind_of
-from e2e.step.execution_graph import AUTOGRAD, MAIN, CallInfo, Collective, ExecutionGraph, RankGraph, RankWriter, Task
+from e2e.step.execution_graph import (
+    AUTOGRAD,
+    MAIN,
+    CallInfo,
+    Collective,
+    Duration,
+    ExecutionGraph,
+    HostWork,
+    RankGraph,
+    RankWriter,
+    Task,
+)
 from e2e.step.memory import (
     AS_EAGER,
     KeptStorages,
@@ -376,6 +388,7 @@ class _Builder:
         communicators = Communicators(self.trace.process_groups, self.trace.world_size, self.writer)
         self.order = StreamOrder(self.writer, communicators)
         self.around = self._around_collectives()
+        self.parents = {call.parent for call in self.trace.calls}
 
     def build(self) -> RankGraph:
         work = self._device_work()
@@ -483,6 +496,9 @@ class _Builder:
             self.order.communicate(call, kind, stream, lambda on, met: self._launch(piece, call, on, met))
         if call.name in SYNCHRONIZING:
             self.order.synchronize(call)
+        seconds = host_seconds(call) if call.id not in self.parents else 0.0
+        if seconds:
+            self.writer.append(HostWork("host", call.id, Duration(seconds, seconds, seconds, "memory", "analytic")))
         if call.name == WAIT_TENSOR or work:
             self.order.await_storages(_storages(call), stream)
         for piece in work:

@@ -8,8 +8,8 @@ every reduce-scatter, and the host updates all of them after the last one. DeepS
 runtime/zero/stage3.py): 16-bit shards stay on the GPU; the host clips gradients, updates and casts all of them after
 the last.
 
-Speed of the host: bytes moved, at the lower of the rates of its memory and of one core. torchrun gives every process
-one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), and so does Ray.
+Speed of the host: bytes moved, at the lower of the rates of its memory and of one core
+(:mod:`e2e.lowering.host_operators`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from costmodel.operators.device_work import MemoryCopy
+from e2e.lowering.host_operators import ADAM_BYTES, CORE_BANDWIDTH, RETURNED_BYTES
 from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageKernels, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
-# Bytes of host memory traffic per parameter, all in FP32. Fused Adam reads gradient, weight and two moments, and writes
-# the last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment
+# Bytes of PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment
 # 12, second 8 and 12, its root 12, division 12, epsilon 8, update 16; newly allocated outputs are read before they are
 # written.
-ADAM_BYTES = 4 * 4 + 3 * 4
 LOOP_ADAM_BYTES = 8 + 12 + 8 + 12 + 12 + 12 + 8 + 16
-# The returned 16-bit copy: cast from FP32 into new memory, since ``copy_`` casts on the source's device
-# (aten/src/ATen/native/cuda/Copy.cu), and copied once more by the driver, since that memory is not pinned.
-RETURNED_BYTES = (4 + 2 * 2) + (2 + 2 * 2)
 # Addition of a gradient to those of earlier micro-batches.
 ADDED_BYTES = 3 * 4
 # In-place scaling of a gradient (``unscale_and_clip_grads`` of DeepSpeed).
 CLIPPED_BYTES = 2 * 4
-# Bytes/s of one core: with its whole optimizer on the host a job of one GPU took 0.926 s longer for 596 million
-# parameters (Qwen3-0.6B; NVIDIA-NeMo/RL, pull request 3628), which are cast and returned as above.
-CORE_BANDWIDTH = 596.05e6 * (ADAM_BYTES + RETURNED_BYTES) / 0.926
 
 
 @dataclass(frozen=True)

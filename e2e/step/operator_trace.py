@@ -149,7 +149,9 @@ class Tensor:
 
 # Prefix of captured launches of Triton kernels.
 TRITON = "triton::"
-# Attribute of those whose source multiplies matrices.
+# Adam on the host, in one loop over all parameters.
+CPU_ADAM = "deepspeed::cpu_adam"
+# Attribute of captured launches of Triton kernels whose source multiplies matrices.
 PRODUCTS = "multiplies matrices"
 # Attribute of calls in a forward pass that runs again inside the backward pass.
 RECOMPUTED = "recomputed"

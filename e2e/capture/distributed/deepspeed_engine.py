@@ -1,5 +1,5 @@
 """Engine of DeepSpeed (``deepspeed.initialize``) by its configuration: number type, accumulation, ZeRO stage, optimizer
-and schedule. What it would do besides computing on the GPU (offload to the host, pipelines) is refused by name.
+and schedule. Pipelines, and parameters on the host, are refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.world import resized
-from e2e.capture.distributed.zero import ZeroOptimizer, ZeroSettings
+from e2e.capture.distributed.zero import HostAdam, ZeroOptimizer, ZeroSettings
 from e2e.capture.distributed.zero_parameters import ZeroParameters
 from e2e.capture.recorder import Recorder
 from e2e.step.operator_trace import Phase
@@ -55,11 +55,6 @@ class FusedAdam(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
 
 
-def offloaded(*args: Any, **kwargs: Any) -> Any:
-    """Refuse an optimizer that runs on the host."""
-    raise ModelError("DeepSpeed's offload to the host is not modelled; take optimizer and parameters to the GPU")
-
-
 @dataclass(frozen=True)
 class Configuration:
     """Configuration of an engine, read from its file or mapping. ``values``: as given."""
@@ -88,9 +83,10 @@ def read_configuration(given: Any) -> Configuration:
     enabled = [kind for key, kind in _TYPES.items() if _part(values, key).get("enabled") is True]
     dtype = enabled[0] if enabled else torch.float32
     zero = _part(values, "zero_optimization")
-    for key in ("offload_optimizer", "offload_param"):
-        if _part(zero, key).get("device", "none") not in ("none", None):
-            raise ModelError(f"DeepSpeed's {key} is not modelled; set its device to none")
+    places = {key: _part(zero, key).get("device", "none") or "none" for key in ("offload_optimizer", "offload_param")}
+    if places["offload_param"] != "none" or places["offload_optimizer"] not in ("none", "cpu"):
+        key = "offload_param" if places["offload_param"] != "none" else "offload_optimizer"
+        raise ModelError(f"DeepSpeed's {key} to {places[key]} is not modelled; set its device to none")
     for key, without_effect in _REFUSED.items():
         if zero.get(key) not in (None, without_effect):
             raise ModelError(f"DeepSpeed's {key} is not modelled; leave it out")
@@ -108,6 +104,7 @@ def read_configuration(given: Any) -> Configuration:
         int(_number(zero, f"{prefix}param_persistence_threshold", 1e5)),
         int(_number(zero, f"{prefix}max_live_parameters", 1e9)),
         int(_number(zero, f"{prefix}max_reuse_distance", 1e9)),
+        places["offload_optimizer"] == "cpu" and stage > 0,
     )
     return Configuration(values, settings, *_batch(values))
 
@@ -146,6 +143,8 @@ def _batch(values: Mapping[str, Any]) -> tuple[int, int]:
 
 def make_optimizer(given: Any, configuration: Configuration, parameters: Any) -> torch.optim.Optimizer | None:
     """Return the script's optimizer, or that of the configuration, or None."""
+    if configuration.zero.on_host:
+        return _on_host(given, configuration, parameters)
     if isinstance(given, torch.optim.Optimizer):
         return given
     if callable(given):
@@ -163,6 +162,19 @@ def make_optimizer(given: Any, configuration: Configuration, parameters: Any) ->
     if kind not in plain:
         raise ModelError(f"DeepSpeed's optimizer {named.get('type')} is not captured; use Adam, AdamW, SGD or Adagrad")
     return plain[kind](parameters, **options)
+
+
+def _on_host(given: Any, configuration: Configuration, parameters: Any) -> torch.optim.Optimizer:
+    """Return Adam on the host instead of an Adam given or named."""
+    named = _part(configuration.values, "optimizer")
+    kind = str(named.get("type", "")) if given is None else type(given).__name__
+    if "adam" not in kind.lower():
+        raise ModelError(
+            f"DeepSpeed's offload of {kind or 'no optimizer'} is not modelled; only that of Adam and AdamW"
+        )
+    if isinstance(given, torch.optim.Optimizer):
+        return HostAdam([{"params": group["params"], "lr": group["lr"]} for group in given.param_groups])
+    return HostAdam(parameters, _number(_part(named, "params"), "lr", 1e-3))
 
 
 class DeepSpeedEngine(torch.nn.Module):
@@ -184,9 +196,11 @@ class DeepSpeedEngine(torch.nn.Module):
         self.basic_optimizer = optimizer
         self.zero: Any = None
         if zero.stage == 3:
-            self.zero = ZeroParameters(model, optimizer, zero, resized(recorder))
+            self.zero = ZeroParameters(model, optimizer, zero, resized(recorder), recorder)
         elif optimizer is not None:
-            self.zero = ZeroOptimizer(optimizer, zero)
+            self.zero = ZeroOptimizer(optimizer, zero, recorder)
+        if isinstance(optimizer, HostAdam):
+            optimizer.recorder = recorder
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0

@@ -12,7 +12,7 @@ from contextlib import ExitStack, chdir, contextmanager
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -63,8 +63,9 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
 
 @contextmanager
 def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
-    """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, runs here by
-    ``run``, as the rank ``place``; one whose output is read runs in a process of its own.
+    """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, or that it
+    becomes (``os.exec``), runs here by ``run``, as the rank ``place``; one whose output is read runs in a process of its
+    own.
     """
     begin, launch_here = subprocess.Popen.__init__, import_module("torch.distributed.run")
 
@@ -80,6 +81,13 @@ def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterato
         count = launch.gpus or int(given.get("WORLD_SIZE", place.world_size))
         go_on(launch, count, {**given, **launch.environment, **(own if "RANK" in given else {})}, options.get("cwd"))
 
+    def execute(path: Any, args: Any, environment: Mapping[str, str] | None = None) -> NoReturn:
+        launch, given = _program_of(args), dict(environment or os.environ)
+        if launch is None:
+            raise ModelError(f"the program becomes {shlex.join(args)}, which is no program of Python; predict that one")
+        go_on(launch, launch.gpus or int(given.get("WORLD_SIZE", place.world_size)), given)
+        raise SystemExit(0)
+
     def go_on(launch: Launch, count: int, environment: Mapping[str, str], folder: Any = None) -> None:
         if count != place.world_size:
             raise ModelError(f"the program starts {count} processes of {launch.title}: give --gpus {count}")
@@ -90,7 +98,11 @@ def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterato
         count = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
         go_on(Launch(options.training_script, tuple(options.training_script_args), options.module), count, {})
 
-    with patch.object(subprocess.Popen, "__init__", start), patch.object(launch_here, "run", run_by_torchrun):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(subprocess.Popen, "__init__", start))
+        stack.enter_context(patch.object(launch_here, "run", run_by_torchrun))
+        for name in ("execv", "execve", "execvp", "execvpe"):
+            stack.enter_context(patch.object(os, name, execute))
         yield
 
 

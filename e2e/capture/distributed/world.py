@@ -201,7 +201,7 @@ def _without_offload(construct: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("cpu_offload", args[3] if len(args) > 3 else None)
         if given is True or getattr(given, "offload_params", False):
-            raise ModelError("FSDP's offload of parameters to the CPU is not modelled; leave cpu_offload out")
+            raise ModelError("offload by FSDP1 is not modelled; use fully_shard and CPUOffloadPolicy")
         construct(self, *args, **kwargs)
 
     return functools.wraps(construct)(checked)

@@ -9,13 +9,16 @@ parts. Stage 3: parameters are in parts too: gathered before a module runs, forw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from e2e.capture.recorder import Recorder
+from e2e.step.operator_trace import CPU_ADAM
 
 # By their names before and since PyTorch 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,12 +43,68 @@ class ZeroSettings:
     param_persistence_threshold: int = 100_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
+    # True if the optimizer is on the host, with its state and the gradients of its parts.
+    on_host: bool = False
+
+
+class HostGradients:
+    """Parts of gradients in the host's memory, in float32, by their owners."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._held: dict[int, torch.Tensor] = {}
+        # Norms of the parts, computed on the GPU.
+        self.norms: dict[int, torch.Tensor] = {}
+
+    def keep(self, owner: object, part: torch.Tensor) -> None:
+        """Copy ``part`` to the host, added to what is there, by way of the GPU."""
+        part = part.float()
+        held = self._held.get(id(owner))
+        if held is None:
+            held = self._held[id(owner)] = torch.empty(part.shape, dtype=torch.float32, device="cpu")
+        else:
+            earlier = torch.empty_like(part)
+            copy_over(self._recorder, earlier, held)
+            part = part + earlier
+        self.norms[id(owner)] = torch.linalg.vector_norm(part)
+        copy_over(self._recorder, held, part)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._held.clear()
+        self.norms.clear()
+
+
+def copy_over(recorder: Recorder, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Record a copy between the host and the GPU, without touching the host's memory."""
+    recorder.record_call("aten::copy_", (target, source, True), (target,), {})
+
+
+class HostAdam(torch.optim.Optimizer):
+    """DeepSpeed's Adam on the host, of which calls are recorded and nothing is computed."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, **others: Any) -> None:
+        super().__init__(params, {"lr": lr, **others})
+        self.recorder: Recorder | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Record one call for each parameter."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                if not state:
+                    state.update((name, torch.empty_like(each)) for name in ("gradient", "exp_avg", "exp_avg_sq"))
+                assert self.recorder is not None
+                self.recorder.record_call(CPU_ADAM, (each, *state.values()), (), {})
 
 
 class FlatGroup:
     """Parameters of one group of the optimizer in a flat tensor, and the part that this rank updates."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], partitioned: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], partitioned: bool, host: HostGradients | None = None
+    ) -> None:
+        self.host = host
         self.parameters = [each for each in parameters if each.requires_grad]
         ranks = dist.get_world_size() if partitioned else 1
         rank = dist.get_rank() if partitioned else 0
@@ -61,7 +120,10 @@ class FlatGroup:
             each.data = self.flat.narrow(0, place, each.numel()).view_as(each)
             place += each.numel()
         self.part = self.flat.narrow(0, self.begin, self.size)
-        self.master = torch.nn.Parameter(self.part.detach().clone().float())
+        if host is None:
+            self.master = torch.nn.Parameter(self.part.detach().clone().float())
+        else:
+            self.master = torch.nn.Parameter(torch.empty(self.size, dtype=torch.float32, device="cpu"))
         # Parts of gradients of this rank, in the order of parameters.
         self.gradients: dict[int, torch.Tensor] = {}
 
@@ -70,6 +132,15 @@ class FlatGroup:
         place = self.places[id(parameter)]
         begin, end = max(self.begin, place), min(self.end, place + parameter.numel())
         return begin - place, max(end - begin, 0)
+
+    def keep(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> None:
+        """Keep the part of a gradient, or add it to that of an earlier backward pass."""
+        if self.host is not None:
+            self.host.keep(parameter, part)
+        elif id(parameter) in self.gradients:
+            self.gradients[id(parameter)].add_(part)
+        else:
+            self.gradients[id(parameter)] = part.clone()
 
     def load_gradient(self, scale: torch.Tensor | float | None) -> None:
         """Set the gradient of the part in float32 from the parts of gradients."""
@@ -124,7 +195,7 @@ class Bucket:
             for group, parameter, _ in self.waiting:
                 begin, length = group.own(parameter)
                 if length:
-                    _keep(group.gradients, parameter, flat.narrow(0, place + begin, length))
+                    group.keep(parameter, flat.narrow(0, place + begin, length))
                 place += parameter.numel()
         self.filled = 0
         self.waiting.clear()
@@ -140,19 +211,12 @@ def average(flat: torch.Tensor, communicated: torch.dtype) -> torch.Tensor:
     return flat
 
 
-def _keep(gradients: dict[int, torch.Tensor], parameter: torch.nn.Parameter, part: torch.Tensor) -> None:
-    """Keep the part of a gradient, or add it to that of an earlier backward pass."""
-    if id(parameter) in gradients:
-        gradients[id(parameter)].add_(part)
-    else:
-        gradients[id(parameter)] = part.clone()
-
-
 class ZeroOptimizer:
     """Optimizer of stages 0 to 2 around the script's, whose parameters become the parts in float32."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> None:
-        self.optimizer, self.settings = optimizer, settings
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: ZeroSettings, recorder: Recorder) -> None:
+        self.optimizer, self.settings, self._recorder = optimizer, settings, recorder
+        self._host = HostGradients(recorder) if settings.on_host else None
         self.norm: float | None = None
         self.groups: list[FlatGroup] = []
         partitioned = settings.stage > 0
@@ -161,7 +225,7 @@ class ZeroOptimizer:
         if self.plain:
             return
         for group in optimizer.param_groups:
-            flat = FlatGroup(group["params"], partitioned)
+            flat = FlatGroup(group["params"], partitioned, self._host)
             self.groups.append(flat)
             group["params"] = [flat.master]
         self._stream = torch.cuda.Stream() if settings.overlap_comm else None
@@ -230,6 +294,9 @@ class ZeroOptimizer:
                     if parameter.grad is not None:
                         group.gradients[id(parameter)] = parameter.grad
                         parameter.grad = None
+        if self._host is not None:
+            self._step_on_host(self._host)
+            return
         scale = self._scale([part for group in self.groups for part in group.gradients.values()])
         for group in self.groups:
             group.load_gradient(scale)
@@ -244,6 +311,16 @@ class ZeroOptimizer:
             group.part.copy_(group.master.detach())
             gather(group.flat, group.part)
 
+    def _step_on_host(self, host: HostGradients) -> None:
+        """Run the optimizer on the host, and copy what it has updated to the GPU, where it is cast and gathered."""
+        scale_on_host(self._recorder, self.settings, host, [group.master for group in self.groups], self._scale)
+        self.optimizer.step()
+        for group in self.groups:
+            updated = torch.empty(group.size, dtype=torch.float32, device=group.flat.device)
+            copy_over(self._recorder, updated, group.master.detach())
+            group.part.copy_(updated)
+            gather(group.flat, group.part)
+
     def _scale(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | float | None:
         """Return what gradients are multiplied by: for the loss scale and the largest norm."""
         self.norm = total_norm(parts, self.settings)
@@ -255,6 +332,20 @@ class ZeroOptimizer:
         """Clear gradients of the model."""
         for parameter in self._all():
             parameter.grad = None
+
+
+def scale_on_host(
+    recorder: Recorder,
+    settings: ZeroSettings,
+    host: HostGradients,
+    masters: Sequence[torch.Tensor],
+    scale: Callable[[Sequence[torch.Tensor]], Any],
+) -> None:
+    """Scale the gradients of ``masters`` on the host if they are clipped or scaled, once their norm is known."""
+    found = scale(list(host.norms.values()))
+    host.clear()
+    for master in masters if found is not None else ():
+        recorder.record_call("aten::mul_", (master.detach(), 1.0), (master.detach(),), {})
 
 
 def _hook(optimizer: ZeroOptimizer, group: FlatGroup) -> Any:

@@ -8,15 +8,33 @@ stay. Parameters below ``param_persistence_threshold`` elements are gathered onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from e2e.capture.distributed.zero import ZeroSettings, gather, scatter_sums, total_norm
+from e2e.capture.distributed.zero import (
+    HostGradients,
+    ZeroSettings,
+    copy_over,
+    gather,
+    scale_on_host,
+    scatter_sums,
+    total_norm,
+)
+from e2e.capture.recorder import Recorder
 
 Resized = Callable[[torch.Tensor, int], None]
+
+
+class ZeroParamStatus(Enum):
+    """State of a parameter as a whole, ``ds_status``, which libraries read."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
 
 
 class PartedParameter:
@@ -30,6 +48,7 @@ class PartedParameter:
         parameter.data = self.whole.narrow(0, 0, self.count).view_as(parameter)
         self.persistent = self.count <= settings.param_persistence_threshold
         self.available = True
+        parameter.ds_parted, parameter.ds_status = self, ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         self.gradient: torch.Tensor | None = None
         self._resize = resize
 
@@ -38,6 +57,7 @@ class PartedParameter:
         if not self.available:
             self._resize(self.whole, self.whole.numel() * self.whole.element_size())
             self.available = True
+            self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         return self.whole
 
     def release(self) -> None:
@@ -45,6 +65,17 @@ class PartedParameter:
         if self.available and not self.persistent:
             self._resize(self.whole, 0)
             self.available = False
+            self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which a program uses the whole parameter itself."""
+        missing = not self.available
+        if missing:
+            gather(self.fill(), self.part)
+        yield
+        if missing:
+            self.release()
 
 
 class Gatherer:
@@ -143,9 +174,15 @@ class ZeroParameters:
     plain = False
 
     def __init__(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: ZeroSettings, resize: Resized
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: ZeroSettings,
+        resize: Resized,
+        recorder: Recorder,
     ) -> None:
-        self.optimizer, self.settings = optimizer, settings
+        self.optimizer, self.settings, self._recorder = optimizer, settings, recorder
+        self._host = HostGradients(recorder) if settings.on_host else None
         self.norm: float | None = None
         self.parted = {id(each): PartedParameter(each, settings, resize) for each in module.parameters()}
         self.gatherer = Gatherer(settings, self.parted)
@@ -171,7 +208,8 @@ class ZeroParameters:
         for each in held:
             each.part = flat.narrow(0, place, each.length)
             place += each.length
-        master = torch.nn.Parameter(flat.clone().float())
+        on_host = torch.empty(flat.shape, dtype=torch.float32, device="cpu") if self.settings.on_host else None
+        master = torch.nn.Parameter(flat.clone().float() if on_host is None else on_host)
         self.groups.append((held, flat, master))
         group["params"] = [master]
 
@@ -237,7 +275,9 @@ class ZeroParameters:
             place = 0
             for each in self._bucket:
                 piece = own.narrow(0, place, each.length)
-                if each.gradient is None:
+                if self._host is not None:
+                    self._host.keep(each, piece)
+                elif each.gradient is None:
                     each.gradient = piece.clone()
                 else:
                     each.gradient.add_(piece)
@@ -258,6 +298,31 @@ class ZeroParameters:
     def step(self) -> None:
         """Run the optimizer on the parts, and gather the persistent parameters."""
         assert self.optimizer is not None
+        if self._host is not None:
+            self._update_on_host(self._host)
+        else:
+            self._update()
+        works = [gather(each.whole, each.part, async_op=True) for each in self.parted.values() if each.persistent]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+    def _update_on_host(self, host: HostGradients) -> None:
+        """Run the optimizer on the host, where the result is cast, and copy it to the GPU."""
+
+        def scale(norms: Sequence[torch.Tensor]) -> float | None:
+            self.norm = total_norm(norms, self.settings)
+            return self.norm if self.settings.dtype is torch.float16 or self.settings.clipping > 0 else None
+
+        masters = [master.detach() for _, _, master in self.groups]
+        scale_on_host(self._recorder, self.settings, host, masters, scale)
+        self.optimizer.step()  # type: ignore[union-attr]
+        for (_, flat, _), master in zip(self.groups, masters, strict=True):
+            narrow = torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
+            self._recorder.record_call("aten::_to_copy", (master,), (narrow,), {})
+            copy_over(self._recorder, flat, narrow)
+
+    def _update(self) -> None:
+        """Run the optimizer on the parts."""
         held = [each for group, _, _ in self.groups for each in group if each.gradient is not None]
         self.norm = total_norm([each.gradient for each in held if each.gradient is not None], self.settings)
         scaled = self.settings.dtype is torch.float16 or self.settings.clipping > 0
@@ -268,13 +333,10 @@ class ZeroParameters:
                 each.gradient = None
             if scaled:
                 master.grad.mul_(1.0 / max(self.norm, 1.0))
-        self.optimizer.step()
+        self.optimizer.step()  # type: ignore[union-attr]
         for _, flat, master in self.groups:
             master.grad = None
             flat.copy_(master.detach())
-        works = [gather(each.whole, each.part, async_op=True) for each in self.parted.values() if each.persistent]
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients of the model."""

@@ -74,6 +74,23 @@ def test_calls_of_one_compiled_module_are_regions_of_their_own():
     assert "aten::threshold_backward" in backward
 
 
+def test_what_is_not_to_be_compiled_is_no_part_of_the_region_around_it():
+    def run() -> None:
+        @torch.compiler.disable
+        def apart(given: torch.Tensor) -> torch.Tensor:
+            return given.cos() * 2
+
+        @torch.compile
+        def compiled(given: torch.Tensor) -> torch.Tensor:
+            return apart(given.sigmoid() * 3).exp() + 1
+
+        compiled(tensor(64, 64)).sum().backward()
+
+    names = kernels(watched(run))
+    assert {"inductor::triton_fused_sigmoid_mul", "inductor::triton_fused_exp_add"} <= set(names)
+    assert {"aten::cos", "aten::sin"} <= set(names)
+
+
 def fused(trace: OperatorTrace) -> list[tuple[str, int, int]]:
     """Name, bytes read and bytes written of each generated kernel."""
     tasks = lower_step(trace, StepOptions(compile=True)).graph.ranks[0].tasks

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError, ModelError
+from costmodel.operators.device_work import MemoryCopy
 from e2e.capture.distributed.deepspeed_engine import unread_parts
 from e2e.capture.distributed.deepspeed_package import names_deepspeed
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.launcher import Launch
-from e2e.lowering import unknown_operators
+from e2e.lowering import host_operators, unknown_operators
 from e2e.lowering.lower_trace import lower_ranks
-from e2e.step.execution_graph import RankGraph
+from e2e.step.execution_graph import HostWork, RankGraph
 from e2e.step.options import StepOptions
 
 SCRIPT = """import argparse, json, torch
@@ -105,6 +106,16 @@ def test_parameters_in_parts_are_gathered_ahead_and_kept_for_soon(tmp_path):
     assert found == {("all_gather", part): 2 * LAYERS, scattered: 1, NORM: 1}
 
 
+def test_a_parameter_that_the_program_uses_itself_is_gathered(tmp_path, monkeypatch):
+    used = """with deepspeed.zero.GatheredParameters(model[0].weight):
+                model[0].weight.sum()
+            data = torch.randn"""
+    never = {"stage3_param_persistence_threshold": 0}
+    before = Counter(meetings(tmp_path, 3, zero=never))
+    monkeypatch.setitem(globals(), "SCRIPT", SCRIPT.replace("data = torch.randn", used))
+    assert Counter(meetings(tmp_path, 3, zero=never)) - before == {("all_gather", LAYER * HALF // 4): 1}
+
+
 def test_one_fused_kernel_updates_all_parts(tmp_path):
     rank = first_rank(tmp_path, zero_optimization={"stage": 2})
     assert [task.name for task in rank.tasks].count("aten::_fused_adamw_") == 1
@@ -113,7 +124,7 @@ def test_one_fused_kernel_updates_all_parts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ModelError, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, ModelError, "offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ModelError, "offload_param"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ModelError, "zero_quantized_weights"),
         ({"optimizer": {"type": "OneBitAdam"}}, ModelError, "OneBitAdam is not captured; use Adam"),
@@ -152,3 +163,23 @@ def test_libraries_find_the_package_where_the_command_names_it(tmp_path, monkeyp
     assert names_deepspeed(Launch("plain.py", ("args.json",)))
     assert names_deepspeed(Launch("plain.py", environment={"ACCELERATE_USE_DEEPSPEED": "true"}))
     assert not names_deepspeed(Launch("plain.py", ("absent.json",)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_on_the_host(tmp_path, monkeypatch, stage):
+    """Gradients of a rank's parts go to the host in FP32, which updates them; weights come back."""
+    monkeypatch.setattr(host_operators, "_LARGE_BYTES", 1)
+    settings = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    captured = capture_distributed(script(tmp_path, zero_optimization=settings, gradient_clipping=1.0), 4)
+    rank = lower_ranks(captured.traces, captured.multiplicity, captured.source, StepOptions()).graph.ranks[0]
+    records = (record for task in rank.tasks for record in task.operators)
+    copies = Counter((each.kind, each.size_bytes) for each in records if isinstance(each, MemoryCopy))
+    part, whole = LAYER // 4 if stage == 3 else LAYER, LAYERS * LAYER // 4
+    assert copies["device_to_host", part * FLOAT] == (LAYERS if stage == 3 else 1)
+    assert copies["host_to_device", whole * (HALF if stage == 3 else FLOAT)] == 1
+    work = [action for action in rank.actions() if isinstance(action, HostWork) and action.kind == "host"]
+    moved = {rank.calls[each.call].name: each.duration.seconds * host_operators.CORE_BANDWIDTH for each in work}
+    assert moved["deepspeed::cpu_adam"] == pytest.approx(28 * whole)
+    assert moved["aten::mul_"] == pytest.approx(8 * whole)
+    assert ("aten::_to_copy" in moved) == (stage == 3)
+    assert not unknown_operators(rank)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError, ModelError
+from costmodel.operators.device_work import MemoryCopy
 from e2e.capture.distributed.distributed_capture import capture_distributed
-from e2e.lowering import unknown_operators
+from e2e.lowering import host_operators, unknown_operators
 from e2e.lowering.lower_trace import LoweredStep, lower_ranks
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import (
@@ -420,7 +421,7 @@ def test_sharding_strategies_of_the_first_version_of_fsdp(tmp_path):
 @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
 def test_fsdp_saves_checkpoints_and_refuses_to_offload(tmp_path):
     from_cpu = "cpu_offload=torch.distributed.fsdp.CPUOffload(True))"
-    with pytest.raises(ModelError, match="offload of parameters to the CPU is not modelled"):
+    with pytest.raises(ModelError, match="use fully_shard and CPUOffloadPolicy"):
         meetings_of_fsdp(tmp_path, f"model = {FIRST}{from_cpu}")
     saved = """with FSDP.state_dict_type(model, torch.distributed.fsdp.StateDictType.FULL_STATE_DICT):
     assert len(model.state_dict()) == 3"""
@@ -541,3 +542,36 @@ def test_a_failing_script_leaves_nothing_behind(tmp_path, capsys):
 def test_impossible_numbers(gpus: int, ranks: list[int] | None, message: str):
     with pytest.raises(InputError, match=message):
         lowered("train.py:make_step", gpus, ranks=ranks)
+
+
+OFFLOADED = """
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+def make_step():
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.Linear(64, 64, bias=False)
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step():
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+"""
+
+
+def test_sharded_parameters_on_the_host_are_updated_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_operators, "_LARGE_BYTES", 64)
+    (tmp_path / "train.py").write_text(OFFLOADED)
+    rank = lowered(f"{tmp_path / 'train.py'}:make_step", 4).graph.ranks[0]
+    work = [action for action in rank.actions() if isinstance(action, HostWork) and action.kind == "host"]
+    moved = {rank.calls[each.call].name: each.duration.seconds * host_operators.CORE_BANDWIDTH for each in work}
+    assert moved == {"aten::_fused_adamw_": pytest.approx(28 * 64 * 64 / 4)}
+    records = (record for task in rank.tasks for record in task.operators)
+    copies = Counter((each.kind, each.size_bytes) for each in records if isinstance(each, MemoryCopy))
+    shard = 64 * 64 // 4 * FLOAT
+    # Before the gather, which the root keeps for its backward pass, and behind the scatter.
+    assert copies == {("host_to_device", shard): 1, ("device_to_host", shard): 1}

@@ -468,3 +468,38 @@ assert torch.cuda.max_memory_allocated() == used
 def test_a_program_is_told_the_memory_in_use(folder: Path) -> None:
     (folder / "memory.py").write_text(MEMORY.replace("range(3)", "range(2)"), encoding="utf-8")
     assert run(folder, "python memory.py").operators
+
+
+STARTED = {
+    "takes its place": """
+import os
+import sys
+
+if "PLACE" not in os.environ:
+    os.execve(sys.executable, [sys.executable, *sys.argv, "again"], {**os.environ, "PLACE": "taken"})
+assert sys.argv[1:] == ["again"]
+""",
+    "no optimizer": "",
+}
+
+
+@pytest.mark.parametrize("how", STARTED)
+def test_a_forward_loop_without_optimizer_also_in_place_of_another_program(folder: Path, how: str) -> None:
+    loop = """
+import torch
+
+model = torch.nn.Linear(64, 64).cuda().eval()
+while True:
+    with torch.no_grad():
+        model(torch.randn(8, 64, device="cuda"))
+"""
+    (folder / "loop.py").write_text(STARTED[how] + loop, encoding="utf-8")
+    found = run(folder, "python loop.py")
+    assert found.backward_seconds == 0 and "aten::addmm" in found.breakdown["by_operator"]
+    assert any("of Linear" in line and "equal to step" in line for line in found.notes)
+
+
+def test_a_program_that_is_ended_by_a_signal_is_told(folder: Path) -> None:
+    (folder / "ended.py").write_text("import os\n\nos.kill(os.getpid(), 15)\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="^ended.py: its process ended without an answer, with signal SIGTERM$"):
+        run(folder, "python ended.py")
