@@ -44,7 +44,7 @@ GATHERING_SECONDS = 784e-6 / RECORDED_TENSORS
 # Seconds per tensor of the first list before the first launch: arguments, checks, metadata of the kernel.
 TENSOR_SECONDS = 0.5 * 75e-6 / RECORDED_TENSORS
 # Seconds per number of a list that a tensor is made of (``recursive_store`` in tensor_new.cpp), before the operator:
-# PyTorch 2.13 on one core of a Xeon with AVX-512 takes 0.14 to 0.15 us while its other thread works, whatever the type.
+# an estimate. PyTorch 2.13 took 0.14 to 0.15 us, whatever the type, on a busy core of a Xeon with AVX-512.
 NUMBER_SECONDS = 0.1e-6
 
 
