@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from e2e.capture.imports import patched_imports
 from e2e.capture.recorder import Recorder
 from e2e.capture.script_lines import script_file, script_line
 
@@ -172,3 +173,22 @@ def _value(expression: CodeType, frame: FrameType) -> int | None:
     except Exception:
         return None
     return found if isinstance(found, int) else None
+
+
+@contextmanager
+def named_generation(note: Callable[[str], None]) -> Iterator[None]:
+    """Context in which the generation of Transformers is a range of its own, ``generate``."""
+
+    def patches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        generate = module.GenerationMixin.generate
+
+        @wraps(generate)
+        def named(model: Any, *args: Any, **kwargs: Any) -> Any:
+            note("generate: sequences are as long as they may become; no token ends one")
+            with torch.profiler.record_function("generate"):
+                return generate(model, *args, **kwargs)
+
+        yield module.GenerationMixin, "generate", named
+
+    with patched_imports({"transformers.generation.utils": patches}):
+        yield

@@ -28,9 +28,11 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
     return values if version == _version(tensor) else None
 
 
-def know(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Set the known values of ``tensor``, valid until it is written."""
-    version = _version(tensor)
+def know(tensor: torch.Tensor, values: torch.Tensor, viewed: torch.Tensor | None = None) -> None:
+    """Set the known values of ``tensor``, valid until it is written; ``viewed``: the tensor of which it will be a view,
+    whose counter of writes it then shares.
+    """
+    version = _version(tensor if viewed is None else viewed)
     if version is not None and tensor.device.type == "meta" and values.numel() <= LIMIT:
         setattr(tensor, _PLACE, (values, version))
 
@@ -86,9 +88,10 @@ def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         computed = func(*values, **named)
     except (RuntimeError, NotImplementedError):  # no CPU kernel
         return False
+    viewed = args[0] if func.is_view else None
     for tensor, value in zip(_listed(result), _listed(computed), strict=False):
         if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape:
-            know(tensor, value)
+            know(tensor, value, viewed)
     return True
 
 

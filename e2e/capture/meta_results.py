@@ -463,7 +463,16 @@ def _unique_consecutive(tensor: torch.Tensor, inverse: bool = False, counts: boo
     return unique, back, aten.diff(chosen[0]) if counts else places
 
 
+def _non_maximum(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> Any:
+    """Decompose ``torchvision::nms``: sort, bits for all pairs of boxes, selection of those that are kept."""
+    order = aten.sort.default(scores, 0, True)[1]
+    aten.bitwise_not.default(order.new_empty((boxes.shape[0], math.ceil(boxes.shape[0] / 64))))
+    return aten.index.Tensor(order, list(aten.nonzero(aten.ne.Tensor(scores, scores)).unbind(1)))
+
+
+# By operator, or by its name where PyTorch does not define it.
 SELECTIONS: dict[Any, Selection] = {
+    "torchvision::nms": Selection(lambda args: args[0].device.type == "meta", _non_maximum),
     aten.index.Tensor: Selection(_has_mask, _index),
     aten.masked_select.default: Selection(lambda args: _is_mask(args[1]), _masked_select),
     aten._unique2.default: Selection(lambda args: args[0].device.type == "meta", _unique),

@@ -43,7 +43,7 @@ from e2e.capture.distributed.rank_processes import spawned_ranks, started_progra
 from e2e.capture.distributed.rank_work import work_of
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.environment import DEFAULT_STREAM
-from e2e.capture.evaluation import EvaluationPasses, PassGroup
+from e2e.capture.evaluation import EvaluationPasses, PassGroup, named_generation
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.program_needs import needs_met, told_missing
@@ -380,6 +380,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))
+        stack.enter_context(named_generation(note))
         stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
         stack.enter_context(finder.watching())

@@ -507,7 +507,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # there is no memory to pin
-        selecting = SELECTIONS.get(func)
+        selecting = SELECTIONS.get(func if func.namespace == "aten" else func.name())
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)

@@ -37,7 +37,16 @@ _SILENCE = {
 }
 
 
-class Silent:
+class _SilentClass(type):
+    """Class whose own methods, as in ``Task.current_task()``, say nothing either."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Silent()
+
+
+class Silent(metaclass=_SilentClass):
     """Object of a logger: whatever is asked of it, called or entered is another silent object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,9 +78,18 @@ class Silent:
     def __bool__(self) -> bool:
         return False
 
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+    def __index__(self) -> int:
+        return 1  # such as a number of entries to write at once
+
 
 class _SilentModule(ModuleType):
     __path__: list[str] = []
+    __version__ = "99.0"  # newer than whatever is asked for
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -14,12 +14,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -127,8 +127,8 @@ def _is_known(name: str) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, note: Note, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
-        self.note, self.installed = note, installed
+    def __init__(self, note: Note, stack: ExitStack, installed: Mapping[str, importlib.machinery.ModuleSpec]) -> None:
+        self.note, self.stack, self.installed = note, stack, installed
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
@@ -136,7 +136,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if package not in _ANYTHING and not _is_known(name) and not _asking_library():
             return None
-        return importlib.machinery.ModuleSpec(name, _Loader(self.note), is_package=True)
+        return importlib.machinery.ModuleSpec(name, _Loader(self.note, self.stack), is_package=True)
 
     def _stands_in(self, package: str) -> bool:
         if package in self.installed:
@@ -159,20 +159,42 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """Loader of one module of a stand-in."""
 
-    def __init__(self, note: Note) -> None:
-        self.note = note
+    def __init__(self, note: Note, stack: ExitStack) -> None:
+        self.note, self.stack = note, stack
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Package(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         package = module.__name__.partition(".")[0]
+        here = "is not installed" if package in _RUN_AS_INSTALLED else "cannot run without a GPU"
+        told = partial(self.note, f"{package} {here}: stood in for, its kernels by name and shape")
+        looks = bool(_asking_library())  # a library may only see whether it is there
         for name, value in modules_of(package).get(module.__name__, {}).items():
-            setattr(module, name, value)
+            setattr(module, name, self._telling(value, told) if looks else value)
         if module.__name__ == package:
             module.__version__ = PACKAGES[package][1]  # type: ignore[attr-defined]
-            here = "is not installed" if package in _RUN_AS_INSTALLED else "cannot run without a GPU"
-            self.note(f"{package} {here}: stood in for, its kernels by name and shape")
+            if not looks:
+                told()
+
+    def _telling(self, value: Any, told: Callable[[], None]) -> Any:
+        """Return ``value`` so that ``told`` is called when it is used: a function is called, a class has an object."""
+
+        def telling(called: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(called)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                told()
+                return called(*args, **kwargs)
+
+            return call
+
+        if isinstance(value, type):
+            made = value.__init__  # type: ignore[misc]
+            if made is object.__init__:  # what `__new__` takes is not for it
+                made = lambda made, *args, **kwargs: None  # type: ignore[misc,assignment]  # noqa: E731
+            self.stack.enter_context(patch.object(value, "__init__", telling(made)))
+            return value
+        return telling(value) if isinstance(value, FunctionType) else value
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -238,7 +260,8 @@ def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
 @contextmanager
 def cuda_packages(note: Note) -> Iterator[None]:
     """Context in which CUDA packages can be imported; ``note`` is told of each."""
-    finder = _Finder(note, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
+    stack = ExitStack()
+    finder = _Finder(note, stack, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     if "triton" not in finder.installed:
         import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
     sys.meta_path.insert(0, finder)
@@ -250,7 +273,7 @@ def cuda_packages(note: Note) -> Iterator[None]:
             "mmcv.utils.ext_loader": _extended,
             "torch.utils.cpp_extension": partial(_unbuilt, note),
         }
-        with current_stream, patched_imports(patches):
+        with stack, current_stream, patched_imports(patches):
             yield
     finally:
         sys.meta_path.remove(finder)
@@ -273,13 +296,14 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
     refused = next((name for name in REFUSED if f"{error.name}.".startswith(f"{name}.")), None)
     if refused is not None:
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
-    if not isinstance(error, ModuleNotFoundError):
-        return None
-    if error.name != package and package in sys.modules:
+    named = re.match("cannot import name", str(error)) and library_folder(str(error.path)) is not None
+    if named or (isinstance(error, ModuleNotFoundError) and error.name != package and package in sys.modules):
         return (
-            f"{place}imports {error.name}, which the installed {package} does not have: install the version of "
+            f"{place}imports {_imported(error)}, which the installed {package} does not have: install the version of "
             f"{package} that the program was written for"
         )
+    if not isinstance(error, ModuleNotFoundError):
+        return None
     if package in INSTALLABLE:
         return (
             f"{place}imports {package}, which is not installed here and needs no GPU: "

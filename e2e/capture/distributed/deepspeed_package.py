@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.deepspeed_engine import DeepSpeedEngine, FusedAdam, initialize, unread_parts
 from e2e.capture.distributed.zero import HostAdam, ZeroOptimizer
+from e2e.capture.distributed.zero_parameters import ZeroParamStatus
 from e2e.capture.launcher import Launch
 from e2e.capture.recorder import Recorder
 
@@ -118,8 +119,14 @@ class Init:
         return None
 
 
-class GatheredParameters(Init):
-    """``deepspeed.zero.GatheredParameters``: the program looks at parameters outside its steps."""
+@contextmanager
+def gathered_parameters(params: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Context in which the program uses parameters itself (``deepspeed.zero.GatheredParameters``)."""
+    with ExitStack() as stack:
+        for each in (params,) if isinstance(params, torch.Tensor) else params or ():
+            if hasattr(each, "ds_parted"):
+                stack.enter_context(each.ds_parted.gathered())
+        yield
 
 
 class Accelerator:
@@ -211,7 +218,7 @@ def _log(message: str, *args: Any, **kwargs: Any) -> None:
 _ACCELERATOR = Accelerator()
 _ZERO: Mapping[str, Any] = {
     "Init": Init,
-    "GatheredParameters": GatheredParameters,
+    "GatheredParameters": gathered_parameters,
     "register_external_parameter": _ignore,
 }
 _OPTIMIZERS: Mapping[str, Any] = {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": HostAdam}
@@ -249,7 +256,7 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.zero": {"ZeroOptimizer": ZeroOptimizer},
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
-        "ZeroParamStatus": ModuleType,
+        "ZeroParamStatus": ZeroParamStatus,
         "zero_wrapper_for_fp_tensor_constructor": lambda function, *args, **kwargs: function,
         "_orig_torch_arange": torch.arange,
     },

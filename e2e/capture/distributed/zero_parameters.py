@@ -8,7 +8,9 @@ stay. Parameters below ``param_persistence_threshold`` elements are gathered onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,6 +30,13 @@ from e2e.capture.recorder import Recorder
 Resized = Callable[[torch.Tensor, int], None]
 
 
+class ZeroParamStatus(Enum):
+    """State of a parameter as a whole, ``ds_status``, which libraries read."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
 class PartedParameter:
     """Parameter of which each rank keeps a part; its memory as a whole comes and goes."""
 
@@ -39,6 +48,7 @@ class PartedParameter:
         parameter.data = self.whole.narrow(0, 0, self.count).view_as(parameter)
         self.persistent = self.count <= settings.param_persistence_threshold
         self.available = True
+        parameter.ds_parted, parameter.ds_status = self, ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         self.gradient: torch.Tensor | None = None
         self._resize = resize
 
@@ -47,6 +57,7 @@ class PartedParameter:
         if not self.available:
             self._resize(self.whole, self.whole.numel() * self.whole.element_size())
             self.available = True
+            self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         return self.whole
 
     def release(self) -> None:
@@ -54,6 +65,17 @@ class PartedParameter:
         if self.available and not self.persistent:
             self._resize(self.whole, 0)
             self.available = False
+            self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which a program uses the whole parameter itself."""
+        missing = not self.available
+        if missing:
+            gather(self.fill(), self.part)
+        yield
+        if missing:
+            self.release()
 
 
 class Gatherer:

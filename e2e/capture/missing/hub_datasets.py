@@ -1,8 +1,8 @@
 """Data sets of the hub that are not on this machine, by their names: rows of the published columns, with texts as long
 as the published ones in the mean, empty images and silence.
 
-All rows are alike, so that batches of any sampler have the same shape. What works on them (``map``, collators, streams)
-is the library's own.
+All rows are alike up to their class, so that batches of any sampler have the same shape. What works on them (``map``,
+collators, streams) is the library's own.
 """
 
 from __future__ import annotations
@@ -282,7 +282,15 @@ def split_of(data: Any, form: Form, split: str, options: Mapping[str, Any]) -> A
     features = data.Features({column: _feature(data, kind) for column, kind in form.items()})
     if options.get("streaming"):
         return data.IterableDataset.from_generator(_endless, features=features, gen_kwargs={"row": row})
-    return data.Dataset.from_dict({column: [value] * rows for column, value in row.items()}, features=features)
+    columns = {column: _column(form[column], value, rows) for column, value in row.items()}
+    return data.Dataset.from_dict(columns, features=features)
+
+
+def _column(kind: Any, value: Any, rows: int) -> list[Any]:
+    """Return a value for each row: classes in turn, as a program may look for some of each."""
+    if isinstance(kind, Label) and kind.classes > 1:
+        return [number % kind.classes for number in range(rows)]
+    return [value] * rows
 
 
 def _endless(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

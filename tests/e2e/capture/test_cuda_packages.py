@@ -20,6 +20,7 @@ from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
 from e2e.capture.cuda_packages import mmcv
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
+from e2e.capture.imports import patched_imports
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.step.execution_graph import RankGraph
@@ -71,6 +72,18 @@ def test_flash_attention_is_the_kernel_of_scaled_dot_product_attention(told: lis
     stacked = attended(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), BATCH, LENGTH, 3, HEADS, WIDTH, count=1)
     assert stacked == [forward, backward]
     assert told == ["flash_attn cannot run without a GPU: stood in for, its kernels by name and shape"]
+
+
+def test_a_library_that_only_looks_for_a_package_leaves_no_note(told: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("e2e.capture.cuda_packages.finder._asking_library", lambda: "accelerate")
+    linear = import_module("transformer_engine.pytorch").Linear
+    assert not isinstance(nn.Identity(), linear) and not told
+    linear(64, 64, device="meta")
+    assert told[0].startswith("transformer_engine cannot run without a GPU")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))  # which the program has imported
+    monkeypatch.setattr(sys.modules["bitsandbytes"], "__path__", [], raising=False)
+    weight = import_module("bitsandbytes.nn").Params4bit(torch.empty(64, 64, device="meta"), requires_grad=False)
+    assert weight.shape and told[1].startswith("bitsandbytes is not installed")
 
 
 def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str]):
@@ -191,6 +204,11 @@ def test_kernels_of_the_hub_are_those_of_flash_attention(told: list[str]):
         hub.get_kernel("someone/activation")
 
 
+def test_a_part_of_a_package_that_is_patched_when_it_is_imported(told: list[str]):
+    with patched_imports({"bitsandbytes": lambda module: []}):
+        assert import_module("bitsandbytes").nn.Linear4bit
+
+
 @pytest.mark.parametrize("package", [each for each in PACKAGES if each not in ("bitsandbytes", "kernels", "triton")])
 def test_every_module_of_a_stand_in_can_be_imported(told: list[str], package: str):
     for name, exports in modules_of(package).items():
@@ -227,6 +245,7 @@ def said(code: str) -> str | None:
         ),
         ("import unsloth", "train.py:1: imports unsloth, which is not predicted: it rewrites models"),
         ("import liger_kernel", "needs no GPU: pip install --no-deps liger-kernel"),
+        ("from numpy import nothing", "train.py:1: imports nothing of numpy, which the installed numpy does not have"),
         ("from flash_attn import nothing", "train.py:1: imports nothing of flash_attn, which the stand-in"),
         ("import flash_attn.models.gpt", "imports flash_attn.models, which the stand-in for flash_attn"),
     ],

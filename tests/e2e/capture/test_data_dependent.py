@@ -45,6 +45,15 @@ def test_item_under_inference_mode_waits_and_products_stay_products():
     assert graph.tasks[0].operators == (Gemm(1, 8, 32, 64, transpose_b=True, bias=True),)
 
 
+def test_boxes_are_sorted_compared_and_kept():
+    with torch.library._scoped_library("torchvision", "FRAGMENT") as library:
+        if not hasattr(torch.ops.torchvision, "nms"):
+            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        trace = captured(lambda data: torch.ops.torchvision.nms(data, data[:, 0], 0.5), 1000, 4)
+    assert not unknown_operators(lower(trace))
+    assert assumptions([trace])
+
+
 @pytest.mark.parametrize(
     "select",
     [

@@ -106,6 +106,16 @@ def test_parameters_in_parts_are_gathered_ahead_and_kept_for_soon(tmp_path):
     assert found == {("all_gather", part): 2 * LAYERS, scattered: 1, NORM: 1}
 
 
+def test_a_parameter_that_the_program_uses_itself_is_gathered(tmp_path, monkeypatch):
+    used = """with deepspeed.zero.GatheredParameters(model[0].weight):
+                model[0].weight.sum()
+            data = torch.randn"""
+    never = {"stage3_param_persistence_threshold": 0}
+    before = Counter(meetings(tmp_path, 3, zero=never))
+    monkeypatch.setitem(globals(), "SCRIPT", SCRIPT.replace("data = torch.randn", used))
+    assert Counter(meetings(tmp_path, 3, zero=never)) - before == {("all_gather", LAYER * HALF // 4): 1}
+
+
 def test_one_fused_kernel_updates_all_parts(tmp_path):
     rank = first_rank(tmp_path, zero_optimization={"stage": 2})
     assert [task.name for task in rank.tasks].count("aten::_fused_adamw_") == 1

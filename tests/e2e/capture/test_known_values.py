@@ -65,6 +65,14 @@ def test_a_tensor_that_is_written_is_not_known_any_more():
         value_of(compute)
 
 
+def test_a_view_of_a_tensor_that_was_written_with_known_values_is_known():
+    def compute() -> list[list[int]]:
+        ends = torch.zeros(2, dtype=torch.long, device="cuda").fill_(3)
+        return (torch.arange(2, device="cuda") + ends.unsqueeze(1)).tolist()
+
+    assert value_of(compute) == [[3, 4], [3, 4]]
+
+
 def test_numbers_that_are_only_shown_are_zeros():
     assert value_of(lambda: torch.randn(2, device="cuda").tolist()) == [0.0, 0.0]
 

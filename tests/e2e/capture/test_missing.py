@@ -153,6 +153,34 @@ def test_what_is_not_known_is_named_with_what_to_give(folder: Path, arguments: t
         run(folder, *arguments, data="synthetic")
 
 
+def test_generation_within_a_step_is_a_range(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    (folder / "generate.py").write_text(
+        """
+import torch, transformers
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(10):
+    prompts = torch.randint(3, 64, (2, 8), device="cuda")
+    tokens = model.generate(prompts, max_new_tokens=5, pad_token_id=0)
+    ended = torch.isin(tokens, torch.tensor([0, 2], device="cuda"))
+    ends = torch.full((2,), tokens.shape[1], device="cuda")
+    ends[ended.any(1)] = ended.int().argmax(1)[ended.any(1)]
+    whole = (torch.arange(tokens.shape[1], device="cuda") <= ends[:, None]).cpu()
+    lists = [row[mask].tolist() for row, mask in zip(tokens.cpu(), whole)]
+    assert [len(each) for each in lists] == [13, 13]
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        encoding="utf-8",
+    )
+    found = predict(command=("python", "generate.py"), folder=folder, gpu="h100-sxm")
+    assert [(each.name, each.entered) for each in found.ranges if each.name == "generate"] == [("generate", 1)]
+    assert any("sequences are as long as they may become" in line for line in found.notes)
+
+
 def test_without_synthetic_data_the_missing_are_named(folder: Path) -> None:
     pytest.importorskip("transformers")
     (folder / "rows.py").write_text("import datasets\ndatasets.load_dataset('glue', 'sst2')\n", encoding="utf-8")
