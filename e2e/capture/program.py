@@ -163,6 +163,8 @@ class StepFinder:
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
     passes: EvaluationPasses = field(init=False)
+    # False if the last passes of the last step were counted only.
+    whole: bool = True
     # Passes of accumulated gradients in the current step.
     accumulated: AccumulatedPasses = field(init=False)
     evaluations: dict[tuple[str, str], tuple[PassGroup, tuple[OperatorCall, ...], dict[int, int]]] = field(
@@ -234,7 +236,7 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
-        whole = self.accumulated.is_whole()
+        whole = self.whole = self.accumulated.is_whole()
         repeated = self.accumulated.end_step()
         step = self.step = replace(self.recorder.cut(), repeated=repeated)
         self._groups = self.passes.taken()
@@ -297,7 +299,9 @@ class StepFinder:
             raise ModelError(
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
-        self._finish(self.step, len(self.digests) or 1, "the last before the program ended")
+        told = "the last before the program ended"
+        told += "" if self.whole else "; its last passes are taken as those before them, run it for more steps"
+        self._finish(self.step, len(self.digests) or 1, told)
 
 
 def digest(calls: Sequence[OperatorCall]) -> str:
