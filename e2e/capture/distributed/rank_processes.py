@@ -63,9 +63,8 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
 
 @contextmanager
 def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
-    """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, or that it
-    becomes (``os.exec``), runs here by ``run``, as the rank ``place``; one whose output is read runs in a process of its
-    own.
+    """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, or becomes
+    (``os.exec``), runs here by ``run``, as the rank ``place``; one whose output is read has a process of its own.
     """
     begin, launch_here = subprocess.Popen.__init__, import_module("torch.distributed.run")
 
