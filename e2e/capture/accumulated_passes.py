@@ -115,7 +115,7 @@ class _Imitation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, recorder: Recorder, *outputs: torch.Tensor) -> Any:
         ctx.recorder = recorder
-        return tuple(output.view_as(output) for output in outputs)
+        return tuple(torch.empty_like(output) for output in outputs)  # which may be written in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

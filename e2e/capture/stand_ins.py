@@ -83,6 +83,11 @@ class Silent(metaclass=_SilentClass):
 
     __le__ = __gt__ = __ge__ = __lt__
 
+    def __add__(self, other: Any) -> Any:
+        return self
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+
     def __index__(self) -> int:
         return 1  # such as a number of entries to write at once
 

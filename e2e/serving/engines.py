@@ -59,8 +59,8 @@ class Engine:
     launch: float
     version: str = ""
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
-    band_tpot: float = 1.25
-    band_ttft: float = 1.5
+    band_tpot: float = 1.12
+    band_ttft: float = 1.65
 
 
 @lru_cache(maxsize=1)

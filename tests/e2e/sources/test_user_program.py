@@ -361,7 +361,9 @@ batch = torch.randn(4096, 256).cuda()
 while True:
     for number in range(passes):
         with model.no_sync() if several and number < passes - 1 else nullcontext():
-            loss = criterion(model(batch), torch.zeros(4096, 256, device="cuda"))
+            output = model(batch)
+            output *= 2
+            loss = criterion(output, torch.zeros(4096, 256, device="cuda"))
             batch = torch.randn(4096, 256).cuda()
             loss.backward()
     optimizer.step()
