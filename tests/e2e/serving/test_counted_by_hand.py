@@ -1,0 +1,65 @@
+"""Bytes, host times and intervals that can be counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import e2e
+from e2e.serving.serving_answer import deployment_of
+from e2e.serving.serving_request import ServingRequest
+from e2e.serving.step_price import Prompt, StepPrice
+
+# Llama 3.1 8B: 32 layers of queries and outputs of 4,096, keys and values of 1,024, three matrices of 14,336; embedding
+# and head of 128,256 words.
+LLAMA_8B = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 2 * 128256 * 4096
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_dense_weights_are_shared_by_the_ranks(ranks: int):
+    deployment = deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", gpus=ranks))
+    assert deployment.weight_bytes() == pytest.approx(2 * LLAMA_8B / ranks)
+
+
+def test_stages_share_layers_but_not_the_head():
+    deployment = deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", gpus=2, parallel="tp=1,pp=2"))
+    ends = 2 * 128256 * 4096
+    assert deployment.weight_bytes() == pytest.approx(2 * ((LLAMA_8B - ends) / 2 + ends))
+
+
+@pytest.mark.parametrize("parallel", ["tp=8", "tp=8,ep=8"])
+def test_experts_are_shared_by_matrix_or_whole(parallel: str):
+    deployment = deployment_of(ServingRequest(model="deepseek-r1", gpu="h200-sxm", gpus=8, parallel=parallel))
+    # 671 billion parameters of one byte; embedding and head have two
+    assert deployment.weight_bytes() == pytest.approx((671e9 + 2 * 129280 * 7168) / 8, rel=0.01)
+
+
+def test_a_token_of_the_cache_has_keys_and_values_of_every_layer():
+    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", precision="kv=fp8")
+    assert deployment_of(asked).cache_bytes() == 32 * 2 * 8 * 128
+    assert deployment_of(replace(asked, precision="")).cache_bytes() == 2 * 32 * 2 * 8 * 128
+
+
+def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
+    price = StepPrice(deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")))
+
+    def seconds(step: float, sequence: float, prompts: int = 0) -> float:
+        engine = replace(price.engine, step=step, sequence=sequence)
+        return price.with_engine(engine).step_seconds(24, 500, [Prompt(128)] * prompts)
+
+    assert seconds(2e-3, 0.0) - seconds(0.0, 0.0) == pytest.approx(2e-3)
+    assert seconds(0.0, 1e-4) - seconds(0.0, 0.0) == pytest.approx(24e-4)
+    assert seconds(0.0, 1e-4, 2) - seconds(0.0, 0.0, 2) == pytest.approx(26e-4)
+
+
+def test_intervals_hold_at_least_the_band_of_the_engine():
+    asked = {"model": "llama-3.1-8b", "gpu": "h100-sxm", "concurrency": 8, "requests": 16, "output_length": 32}
+    engine = deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")).engine
+    found = e2e.serve(**asked)
+    for interval, spread, band in (
+        (found.ttft_interval_seconds, found.ttft_seconds, engine.band_ttft),
+        (found.tpot_interval_seconds, found.tpot_seconds, engine.band_tpot),
+    ):
+        assert spread.mean / (2 * band) < interval[0] <= spread.mean / band * 1.000001
+        assert spread.mean * band * 0.999999 <= interval[1] < spread.mean * 2 * band
