@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import get_args
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
@@ -198,24 +198,19 @@ class Deployment:
 
     def weight_bytes(self) -> float:
         """Bytes of weights on the fullest rank."""
-        parallel, precision = self.parallel, self.precision
-        stages = parallel.pp
+        parallel, hidden = self.parallel, self.model.hidden
+        dense, routed = WEIGHT_BITS[self.precision.weights] / 8, WEIGHT_BITS[self.precision.experts] / 8
         found = 0.0
         for layer, count in self.model.layers:
-            mixer = layer.mixer.parameters(self.model.hidden) / parallel.attention_tp
-            found += count * mixer * WEIGHT_BITS[precision.weights] / 8
-        hidden = self.model.hidden
-        for layer, count in self.model.layers:
             block = layer.block
+            own = layer.mixer.parameters(hidden) / parallel.attention_tp * dense
             if isinstance(block, Experts):
-                found += (
-                    count * 3 * hidden * block.count * block.inner / parallel.tp * WEIGHT_BITS[precision.experts] / 8
-                )
-                found += count * 3 * hidden * block.shared / parallel.tp * WEIGHT_BITS[precision.weights] / 8
-                found += count * hidden * block.count * 2
+                own += 3 * hidden * (block.count * block.inner * routed + block.shared * dense) / parallel.tp
+                own += hidden * block.count * 2  # the router, on every rank
             else:
-                found += count * block.parameters(hidden) / parallel.tp * WEIGHT_BITS[precision.weights] / 8
-        return found / stages + self.model.embedding_parameters * 2 / parallel.tp
+                own += block.parameters(hidden) / parallel.tp * dense
+            found += count * own
+        return found / parallel.pp + self.model.embedding_parameters * 2 / parallel.tp
 
     def cache_bytes(self) -> float:
         """Bytes of one token in the cache of the fullest rank, windows not counted."""
@@ -229,7 +224,3 @@ class Deployment:
             elif isinstance(mixer, LatentAttention):
                 found += count * mixer.cache_elements
         return found * CACHE_BITS[self.precision.kv] / 8 / parallel.pp
-
-    def with_engine(self, **changes: Any) -> Deployment:
-        """The same with values of the engine replaced."""
-        return replace(self, engine=replace(self.engine, **changes))

@@ -43,8 +43,6 @@ class Engine:
     memory_share: float
     # Tokens of a block of the cache.
     block: int
-    # Tokens that are sent to the client together.
-    stream_tokens: int
     attention: AttentionKernel
     experts: ExpertKernel
     all_reduce: str
@@ -99,7 +97,6 @@ _CHANGEABLE: dict[str, tuple[float, float]] = {
     "graph-sequences": (0, 1 << 20),
     "memory-share": (0.01, 1.0),
     "block": (1, 1 << 16),
-    "stream-tokens": (1, 1 << 16),
     "server": (0, 60),
     "step": (0, 1),
     "sequence": (0, 1),

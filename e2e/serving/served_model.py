@@ -96,11 +96,6 @@ class LinearMixer:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    @property
-    def state_elements(self) -> int:
-        """Elements of the state of one sequence."""
-        return self.value_heads * self.key_dim * self.value_dim + self.channels * (self.convolution - 1)
-
     def parameters(self, hidden: int) -> int:
         """Number of weights: queries, keys, values, gate, two scalars per head, output."""
         values = self.value_heads * self.value_dim

@@ -16,7 +16,7 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
-from costmodel.operators.experts import ExpertLayer
+from costmodel.operators.experts import ExpertLayer, ExpertRouting
 from costmodel.operators.layers import STORED_BITS
 from e2e.serving.deployment import Deployment
 from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
@@ -270,10 +270,10 @@ class StepWork:
 
 
 @lru_cache(maxsize=65536)
-def routed_counts(rows: int, per_token: int, experts: int, routing: object) -> tuple[int, ...]:
+def routed_counts(rows: int, per_token: int, experts: int, routing: ExpertRouting | None) -> tuple[int, ...]:
     """Rows of every expert; drawn: each token's experts are drawn independently, so that few tokens meet at some."""
     if routing is not None:
-        return routing.counts(rows * per_token, experts)  # type: ignore[attr-defined,no-any-return]
+        return routing.counts(rows * per_token, experts)
     return _drawn(rows, per_token, experts)
 
 
@@ -287,7 +287,7 @@ def _drawn(rows: int, per_token: int, experts: int) -> tuple[int, ...]:
         spread = NormalDist(rows * share, math.sqrt(rows * share * (1 - share)) or 1e-9)
         found = [max(spread.inv_cdf(place), 0.0) for place in places]
     else:
-        found, below, term, hits = [], 0.0, (1 - share) ** rows, 0
+        found, hits, term = [], 0, (1 - share) ** rows
         total = term
         for place in places:
             while total < place and hits < rows:
@@ -295,7 +295,6 @@ def _drawn(rows: int, per_token: int, experts: int) -> tuple[int, ...]:
                 hits += 1
                 total += term
             found.append(float(hits if share < 1 else rows))
-        del below
     scale = rows * per_token / max(sum(found), 1e-9)
     exact, whole, carried = 0.0, [], 0
     for each in found:
@@ -306,10 +305,12 @@ def _drawn(rows: int, per_token: int, experts: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def slowest_counts(rows: int, per_token: int, experts: int, ranks: int, routing: object) -> tuple[int, ...]:
+def slowest_counts(
+    rows: int, per_token: int, experts: int, ranks: int, routing: ExpertRouting | None
+) -> tuple[int, ...]:
     """Rows of the experts of the busiest of ``ranks``."""
     if routing is not None:
-        return routing.slowest(rows * per_token, experts, ranks)  # type: ignore[attr-defined,no-any-return]
+        return routing.slowest(rows * per_token, experts, ranks)
     local = experts // ranks
     counts = _drawn(rows, per_token, experts)
     return counts[:: max(experts // max(local, 1), 1)][:local]

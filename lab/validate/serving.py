@@ -168,7 +168,7 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
     from e2e.serving.serving_answer import serve
 
     asked = row.request
-    key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision)
+    key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
     answer = serve(asked, _TABLES.get(key))
     _TABLES[key] = answer.price
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
