@@ -200,8 +200,8 @@ class StepWork:
         )
 
     def decoding(self, batch: int, context: int, queries: int = 1) -> Iterator[Work]:
-        """Attention of ``batch`` sequences over ``context`` tokens each, ``queries`` new ones included: one, and those
-        that are verified.
+        """Attention of ``batch`` sequences of ``context`` tokens each, of which the last ``queries`` are new: 1, or 1
+        and the draft's tokens with speculative decoding.
         """
         own, tp = -(-batch // self.parallel.attention_dp), self.parallel.attention_tp
         for layer, count in self.model.layers:
@@ -228,7 +228,7 @@ class StepWork:
                 yield from self._linear_mixer(mixer, own, queries, count)
 
     def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
-        """Attention of ``batch`` prompts with ``queries`` new tokens each after ``prior`` ones in the cache."""
+        """Attention of ``batch`` prompts of ``prior`` + ``queries`` tokens each, of which ``prior`` are in the cache."""
         tp = self.parallel.attention_tp
         for layer, count in self.model.layers:
             mixer = layer.mixer

@@ -1,12 +1,13 @@
 """Fit of the host times of serving engines to whole measured rows: seconds per step, per sequence of a step, and of the
 server before the first token (``e2e/serving/engines.yaml``); nothing per model or GPU.
 
-The time per token of a row is nearly linear in the first two: three answers per row (as shipped, one with more seconds
-per step, one with more per sequence) give the line, and every choice of constants is judged by it. Groups of rows
-(GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are fitted to the other groups
-of its engine; of an engine with one group, to those of the other engines.
+The time per token of a row is nearly linear in the seconds per step and per sequence. Three predictions of each row
+(with neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of the
+constants is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with constants
+that are fitted to the other groups of its engine, or to those of the other engines if it has no other group. A band is
+the pair of factors between which 80 % of measured over predicted values lie.
 
-    python -m lab.validate.engine_times --data DATA    # the constants, also without each group, and the bands
+    python -m lab.validate.engine_times --data DATA    # the constants, those without each group, and the bands
 """
 
 from __future__ import annotations
