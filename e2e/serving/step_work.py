@@ -228,7 +228,7 @@ class StepWork:
                 yield from self._linear_mixer(mixer, own, queries, count)
 
     def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
-        """Attention of ``batch`` prompts of ``prior`` + ``queries`` tokens each, of which ``prior`` are in the cache."""
+        """Attention of ``batch`` prompts of ``prior`` + ``queries`` tokens, of which ``prior`` are in the cache."""
         tp = self.parallel.attention_tp
         for layer, count in self.model.layers:
             mixer = layer.mixer
