@@ -164,8 +164,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    # ``None``: every token draws its experts, all equally likely.
-    routing: ExpertRouting | None
+    routing: ExpertRouting
     speculation: Speculation | None = None
 
     @property

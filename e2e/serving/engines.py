@@ -21,6 +21,7 @@ Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
 # the running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the
 # first two, sequences are preempted when the cache is full.
 Admission = Literal["prompt", "estimate", "no-evict"]
+Fused = Literal["none", "mixtures", "all"]
 FILE = Path(__file__).with_name("engines.yaml")
 _SECONDS = ("server", "step", "sequence", "launch")
 
@@ -46,9 +47,10 @@ class Engine:
     attention: AttentionKernel
     experts: ExpertKernel
     all_reduce: str
-    # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.
+    # Casts to 8 bits are part of the kernel before.
     fuses_casts: bool
-    fuses_norms: bool
+    # Of which models all-reduce, residual and norm are one kernel.
+    fuses_norms: Fused
     # Seconds of the server before the first token (HTTP, tokeniser, queues between processes); of the host per step;
     # per sequence of a step; per kernel that is launched without a graph.
     server: float
@@ -56,6 +58,8 @@ class Engine:
     sequence: float
     launch: float
     version: str = ""
+    # Shared experts are computed by the kernel of the others.
+    fuses_shared: bool = False
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12
     band_ttft: float = 1.65

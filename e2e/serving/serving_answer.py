@@ -135,7 +135,7 @@ def deployment_of(request: ServingRequest) -> Deployment:
         with_engine_options(engine_named(request.engine), request.engine_options),
         parallel,
         read_precision(request.precision, model, cluster.machine),
-        None if request.routing == "drawn" else parse_routing(request.routing),
+        parse_routing(request.routing),
         read_speculation(request.speculate, model, named_model),
     )
     deployment.check()

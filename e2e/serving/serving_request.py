@@ -168,8 +168,7 @@ class ServingRequest(ServedLoad):
             raise InputError("--requests and --duration: each says when the run ends; give one")
         if self.trace is not None and self.rate is not None:
             raise InputError(f"--rate: requests arrive as {self.trace} says; leave it out")
-        if self.routing != "drawn":
-            parse_routing(self.routing)
+        parse_routing(self.routing)
 
     @property
     def trace(self) -> Path | None:
