@@ -60,6 +60,8 @@ class Engine:
     version: str = ""
     # Shared experts are computed by the kernel of the others.
     fuses_shared: bool = False
+    # The token budget is of all copies of the attention together; else each has it.
+    shares_budget: bool = False
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12
     band_ttft: float = 1.65

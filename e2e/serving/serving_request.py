@@ -113,8 +113,8 @@ class ServingRequest(ServedLoad):
     """A language model on GPUs, and the requests that it serves; by the names of the command line."""
 
     routing: str = option(
-        "Tokens of each expert: power-law=1.01 (default, as trained routers), drawn (all alike), balanced.",
-        default="power-law=1.01",
+        "Tokens of each expert: drawn=1 (default: by popularity; 0: all alike), power-law=1.01, balanced.",
+        default="drawn=1",
         panel=MODEL_PANEL,
     )
     gpu: str = option(

@@ -54,13 +54,18 @@ class StepWork:
         self.rates = deployment.cluster.machine.compute
         self.mixture = self.model.expert_parameters > 0
 
+    def own_rows(self, own: int) -> Iterator[Work]:
+        """Work of the attention layers for the ``own`` rows of a rank, without attention itself."""
+        for layer, count in self.model.layers:
+            for each in self._mixer(layer.mixer, own):
+                yield Work(each.operator, each.count * count, each.part)
+
     def rows(self, tokens: int, outputs: int) -> Iterator[Work]:
         """Work for ``tokens`` rows of all layers, of which ``outputs`` are sampled."""
         hidden, tp = self.model.hidden, self.parallel.tp
         own = -(-tokens // self.parallel.attention_dp)
+        yield from self.own_rows(own)
         for layer, count in self.model.layers:
-            for each in self._mixer(layer.mixer, own):
-                yield Work(each.operator, each.count * count, each.part)
             block = layer.block
             found = self._dense(block, tokens) if isinstance(block, FeedForward) else self._experts(block, tokens)
             for each in found:

@@ -6,7 +6,8 @@ cache of 16 bits or of 8; for prompts over 8 bits, where a table has no such row
 512 (for which engines leave their usual kernel) are left out.
 
 **Experts** (``moe/<engine>/<version>/moe_perf.parquet``): BF16, FP8 by tensors and by blocks, weights in MXFP4 and INT4
-multiplied in BF16. Rows whose work is known: all experts, or a balanced part of them with a row for each at least.
+multiplied in BF16. Of a part of the experts (``moe_ep_size``), rows with as many rows as experts at least: the
+collector puts the rank with most rows first and times it.
 
 Rows of experts follow the collector (``collector/helper.py``): balanced ones are dealt out in turn; of a power law x is
 drawn between 1 and 0.8 of the tokens (0.01 and 2 below a row per expert), here its quantiles, and rows are shared in
@@ -28,14 +29,14 @@ import numpy as np
 
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import ENGINES, Attention
-from costmodel.operators.experts import BALANCED, ExpertKernel, ExpertLayer
+from costmodel.operators.experts import BALANCED, ExpertKernel, ExpertLayer, busiest
 from costmodel.operators.layers import stored_bytes
 from lab.data.aiconfigurator import named_rows
 from lab.data.data_folder import Wanted, everything, reading
 from lab.data.kernel_table import KernelTable, files_of, machine_of, read_parquet
 
 # Rows of one file and type of the cache, and of one file and type of experts, spread evenly.
-MOST_ATTENTION, MOST_EXPERTS = 2000, 1200
+MOST_ATTENTION, MOST_EXPERTS = 2000, 2100
 _WIDEST = 256
 # Bytes of weights above which no cache explains a bandwidth.
 _IN_CACHE = 4e8
@@ -113,7 +114,7 @@ def _experts(path: Path, machine: str) -> Iterator[KernelTable]:
     with reading(path, what):
         apart = columns["moe_ep_size"] > 1
         enough = columns["num_tokens"] * columns["topk"] >= columns["num_experts"]
-        known = ~apart | ((columns["distribution"] == "balanced") & enough)
+        known = ~apart | enough
         sizes = zip(columns["hidden_size"].tolist(), columns["inter_size"].tolist(), strict=True)
         gated = np.array([each not in _UNGATED for each in sizes], dtype=bool)
         possible = ~_restricted(columns, machine) & ~_disturbed(columns)
@@ -187,4 +188,5 @@ def _layer(row: Mapping[str, Any], engine: ExpertKernel) -> ExpertLayer:
         counts = BALANCED.counts(tokens * chosen // ranks, experts // ranks)
     else:
         counts = _power_law(tokens, chosen, experts, float(law.rpartition("_")[2]))
+        counts = busiest(counts, ranks) if ranks > 1 else counts
     return ExpertLayer(counts, tokens, int(row["hidden_size"]), inner, dtype, engine, True, scaling, stored)
