@@ -102,7 +102,7 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
-        self.copies = price.deployment.parallel.attention_dp  # of the attention, with a budget and sequences each
+        self.copies = price.copies  # of the attention, with a budget and sequences each
         self.number = len(run.busy_seconds)
         run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step

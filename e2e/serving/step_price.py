@@ -48,7 +48,7 @@ class StepPrice:
         machine = deployment.cluster.machine
         self._kernels = gpu_cost_model(machine)
         self._collectives: CostModel = collective_cost_model(deployment.cluster)
-        self._copies = deployment.parallel.attention_dp
+        self.copies = deployment.parallel.attention_dp
         self._rows: dict[int, float] = {}
         self._own: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
@@ -77,10 +77,10 @@ class StepPrice:
         ``prompts``.
         """
         device = self.device_seconds(sequences, context, prompts)
-        own, engine = -(-sequences // self._copies), self.engine
+        own, engine = -(-sequences // self.copies), self.engine
         if prompts or own > engine.graph_sequences:
             device = max(device, self._launches * engine.launch)
-        return device + engine.step + engine.sequence * (own - (-len(prompts) // self._copies))
+        return device + engine.step + engine.sequence * (own - (-len(prompts) // self.copies))
 
     def device_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of the GPU in a step: every sequence has one row, and one for each token of a draft."""
@@ -90,10 +90,10 @@ class StepPrice:
             prompts = [replace(each, queries=-(-each.queries // parts)) for each in prompts]
         rows = sequences * self._verified + sum(each.queries for each in prompts)
         found = self.rows_seconds(rows, graph=not prompts)
-        if prompts and self._copies > 1:  # a prompt is all of one copy's; the others wait for the busiest
-            own = -(-sequences // self._copies) * self._verified
-            own += -(-len(prompts) // self._copies) * sum(each.queries for each in prompts) // len(prompts)
-            found += self._own_seconds(own) - self._own_seconds(-(-rows // self._copies))
+        if prompts and self.copies > 1:  # a prompt is all of one copy's; the others wait for the busiest
+            own = -(-sequences // self.copies) * self._verified
+            own += -(-len(prompts) // self.copies) * sum(each.queries for each in prompts) // len(prompts)
+            found += self._own_seconds(own) - self._own_seconds(-(-rows // self.copies))
         if sequences:
             found += self.decoding_seconds(sequences, context)
         if prompts:
@@ -110,7 +110,7 @@ class StepPrice:
         if sequences:
             found += self.work.decoding(sequences, context, self._verified)
         for each, count in Counter(prompts).items():
-            found += self.work.prompts(-(-count // self._copies), each.queries, each.prior)
+            found += self.work.prompts(-(-count // self.copies), each.queries, each.prior)
         if self._draft:
             found += self._draft.listed(sequences, context, prompts)
             found += (self._verified - 2) * self._draft.listed(sequences, context) if sequences else []
@@ -137,7 +137,7 @@ class StepPrice:
         place = bisect.bisect_left(_ROWS, rows)
         if place == len(_ROWS):
             return at(_ROWS[-1]) * rows / _ROWS[-1]
-        if _ROWS[place] == rows or (graph and rows <= self.engine.graph_sequences * self._copies):
+        if _ROWS[place] == rows or (graph and rows <= self.engine.graph_sequences * self.copies):
             return at(_ROWS[place])
         low, high = _ROWS[place - 1], _ROWS[place]
         share = (rows - low) / (high - low)
@@ -177,7 +177,7 @@ class StepPrice:
         """Seconds of the attention of ``prompts``, by the mean of their lengths."""
         queries = max(sum(each.queries for each in prompts) // len(prompts), 1)
         prior = sum(each.prior for each in prompts) // len(prompts)
-        count = -(-len(prompts) // self._copies)
+        count = -(-len(prompts) // self.copies)
         nearest = _SEQUENCES[min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)]
         at = (nearest, _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
@@ -228,7 +228,7 @@ class _ExactPrice(StepPrice):
         self._learn([work.operator for each in steps for work in self.listed(*each)])
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
-        if graph and rows <= self.engine.graph_sequences * self._copies:
+        if graph and rows <= self.engine.graph_sequences * self.copies:
             return super().rows_seconds(rows, graph)
         return self.priced(self.work.rows(rows, min(rows, 256)))
 
@@ -240,7 +240,7 @@ class _ExactPrice(StepPrice):
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
         whole = sum(self.priced(self.work.prompts(1, each.queries, each.prior)) for each in prompts)
-        return whole * -(-len(prompts) // self._copies) / len(prompts)
+        return whole * -(-len(prompts) // self.copies) / len(prompts)
 
 
 @dataclass(frozen=True)

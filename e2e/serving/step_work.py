@@ -230,7 +230,7 @@ class StepWork:
                 yield Work(Gemm(heads, own * queries, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
                 width = mixer.kv_rank + mixer.rope_dim
                 latent = Attention(own, heads, queries, max(seen, queries + 1), width, 1, True, _HALF, kernel="mla",
-                                   value_dim=mixer.kv_rank, paged=True)  # fmt: skip
+                                   value_dim=mixer.kv_rank, paged=True, cached=self._cached())  # fmt: skip
                 yield Work(latent, count, "attention")
                 yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if self.engine.attention in _LATENT_BESIDES:
@@ -265,9 +265,12 @@ class StepWork:
         tp = self.parallel.attention_tp
         return Attention(
             batch, mixer.heads // tp, queries, max(keys, queries), mixer.head_dim, max(mixer.kv_heads // tp, 1), True,
-            _HALF, kernel=self.engine.attention, window=mixer.window, paged=True,
-            cached="float8" if self.precision.kv == "fp8" else "",
+            _HALF, kernel=self.engine.attention, window=mixer.window, paged=True, cached=self._cached(),
         )  # fmt: skip
+
+    def _cached(self) -> str:
+        """Type of the cache, if of fewer than 16 bits."""
+        return "float8" if self.precision.kv == "fp8" else ""
 
     def _linear_mixer(self, mixer: LinearMixer, batch: int, length: int, count: int) -> Iterator[Work]:
         tp = self.parallel.attention_tp
