@@ -21,7 +21,9 @@ Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
 # the running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the
 # first two, sequences are preempted when the cache is full.
 Admission = Literal["prompt", "estimate", "no-evict"]
-Fused = Literal["none", "mixtures", "all"]
+# Of which models all-reduce, residual and norm are one kernel: of all on datacenter Blackwell alone, of mixtures on all
+# GPUs too, of all.
+Fused = Literal["none", "blackwell", "mixtures", "all"]
 FILE = Path(__file__).with_name("engines.yaml")
 _SECONDS = ("server", "step", "sequence", "launch")
 
@@ -49,7 +51,6 @@ class Engine:
     all_reduce: str
     # Casts to 8 bits are part of the kernel before.
     fuses_casts: bool
-    # Of which models all-reduce, residual and norm are one kernel.
     fuses_norms: Fused
     # Seconds of the server before the first token (HTTP, tokeniser, queues between processes); of the host per step;
     # per sequence of a step; per kernel that is launched without a graph.

@@ -80,7 +80,9 @@ class StepWork:
             yield Work(CollectiveTransfer("all_gather", size, tp), 1, "head")
 
     def _norm(self, rows: int) -> Iterator[Work]:
-        fused = self.engine.fuses_norms == "all" or (self.engine.fuses_norms == "mixtures" and self.mixture)
+        of = self.engine.fuses_norms
+        fused = of == "all" or (of == "mixtures" and self.mixture)
+        fused |= of != "none" and self.architecture == "blackwell"
         if not (fused and self.parallel.attention_tp > 1):
             yield Work(Elementwise("fused", rows * self.model.hidden, 2, 2, dtype=_HALF), 1, "norm")
 
@@ -111,9 +113,10 @@ class StepWork:
         return "float4" if stored.endswith("fp4") and "float4" in self.rates else _HALF
 
     def _expert_dtype(self) -> tuple[str, str]:
+        """Type and scaling of the products of experts; the Triton kernel of vLLM and SGLang is timed with blocks."""
         stored = self.precision.experts
         if self._eight_bits(stored):
-            return "float8", "block" if stored == "fp8-block" else "tensor"
+            return "float8", "tensor" if stored == "fp8" and self.engine.experts == "trtllm" else "block"
         return self._multiplied(stored), ""
 
     def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:

@@ -15,7 +15,9 @@ proportion. By the time of layers bound by their weights (BF16, 128 experts of 4
 tokens meet 103 and 114 experts, by this 104 and 113. Balanced rows of vLLM and SGLang with the grouped choice of
 DeepSeek meet half of the experts (in FP8 7168 x 2048 on H200 all 256 would need 8 TB/s): sizes of which any row needs
 more than the memory's datasheet has are left out; so are rows that take longer than more tokens of the same size do,
-which something disturbed (TensorRT-LLM's of a part of the experts: 6.5 ms for 48 tokens, 1.5 for 64).
+which something disturbed (TensorRT-LLM's of a part of the experts: 6.5 ms for 48 tokens, 1.5 for 64), and vLLM's by
+FlashInfer's CUTLASS kernels in 8 bits: without the tuning at the engine's start they take five times as long as in
+TensorRT-LLM's table (16 tokens of 128 experts of 4096 x 384 on H200: 622 and 113 us).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ _WIDEST = 256
 _IN_CACHE = 4e8
 # Hidden and inner size of models without a gate (Nemotron), which TensorRT-LLM's table names and the others do not.
 _UNGATED = ((2688, 1856), (2048, 5120), (8192, 5120))
+_UNTUNED = "vllm_modeloptfp8moe_flashinfer", "vllm_fp8moe_flashinfer"
 # Type of products, scaling, and type of stored weights, by the tables' name.
 EXPERT_TYPES: Mapping[str, tuple[str, str, str]] = {
     "bfloat16": ("bfloat16", "", ""),
@@ -117,7 +120,8 @@ def _experts(path: Path, machine: str) -> Iterator[KernelTable]:
         known = ~apart | enough
         sizes = zip(columns["hidden_size"].tolist(), columns["inter_size"].tolist(), strict=True)
         gated = np.array([each not in _UNGATED for each in sizes], dtype=bool)
-        possible = ~_restricted(columns, machine) & ~_disturbed(columns)
+        untuned = np.array([each.startswith(_UNTUNED) for each in columns["kernel_source"].tolist()], dtype=bool)
+        possible = ~_restricted(columns, machine) & ~_disturbed(columns) & ~untuned
         layers: list[ExpertLayer] = []
         seconds: list[float] = []
         for name in EXPERT_TYPES:
