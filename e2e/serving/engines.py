@@ -13,6 +13,7 @@ from costmodel.base.units import parse_quantity
 from costmodel.machines.record_file import read_mapping
 from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.experts import ExpertKernel
+from e2e.step.options import named_values
 
 # ``mixed``: prompts are cut to fill the token budget of a step beside single tokens; ``prefill-first``: a batch of
 # prompts runs alone before decoding goes on; ``whole-prompts``: whole prompts join the step of single tokens.
@@ -31,6 +32,8 @@ class Engine:
 
     name: str
     title: str
+    # Template of the command that starts it (:func:`e2e.serving.plan_report.start_command`).
+    start: str
     schedule: Schedule
     admission: Admission
     # Most tokens of one step.
@@ -108,25 +111,20 @@ _NAMED: dict[str, tuple[str, ...]] = {"schedule": get_args(Schedule), "admission
 def with_engine_options(engine: Engine, text: str) -> Engine:
     """``engine`` with the values of ``token-budget=2048,server=50ms``; ``InputError`` for what it does not have."""
     changed: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        name, _, value = part.partition("=")
-        field = name.replace("-", "_")
+    for name, value in named_values("--engine-options", text, (*_NAMED, *_CHANGEABLE)).items():
+        field, told = name.replace("-", "_"), f"--engine-options {name}={value}"
         if name in _NAMED:
             if value not in _NAMED[name]:
-                raise InputError(f"--engine-options {part}: choose one of {', '.join(_NAMED[name])}")
+                raise InputError(f"{told}: choose one of {', '.join(_NAMED[name])}")
             changed[field] = value
             continue
-        if name not in _CHANGEABLE:
-            near = difflib.get_close_matches(name, _CHANGEABLE, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise InputError(f"--engine-options {part}: {hint}known: {', '.join((*_NAMED, *_CHANGEABLE))}")
         least, most = _CHANGEABLE[name]
+        whole = isinstance(getattr(engine, field), int)
         try:
             number = parse_quantity(value, "s") if field in _SECONDS else float(value)
         except ValueError as error:
-            raise InputError(f"--engine-options {part}: {error}") from None
-        if not least <= number <= most or (isinstance(getattr(engine, field), int) and number != int(number)):
-            kind = "whole number" if isinstance(getattr(engine, field), int) else "number"
-            raise InputError(f"--engine-options {part}: must be a {kind} from {least:g} to {most:.12g}")
-        changed[field] = int(number) if isinstance(getattr(engine, field), int) else number
+            raise InputError(f"{told}: {error}") from None
+        if not least <= number <= most or (whole and number != int(number)):
+            raise InputError(f"{told}: must be a {'whole ' * whole}number from {least:g} to {most:.12g}")
+        changed[field] = int(number) if whole else number
     return replace(engine, **changed)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.operators.attention import LinearKind
+from e2e.capture.models.configurations import read_configuration, served, with_defaults
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,13 @@ class SoftmaxAttention:
     # The output is multiplied by a gate as wide as the queries.
     gated: bool = False
 
-    @property
-    def cache_elements(self) -> int:
-        """Elements of keys and values of one token."""
-        return 2 * self.kv_heads * self.head_dim
+    def cache_elements(self, ranks: int) -> int:
+        """Elements of one token that each of ``ranks`` keeps of the whole text: none with a window."""
+        return 0 if self.window else 2 * max(self.kv_heads // ranks, 1) * self.head_dim
 
     def parameters(self, hidden: int) -> int:
         """Number of weights."""
-        queries = self.heads * self.head_dim
-        return hidden * (queries * (3 if self.gated else 2) + self.cache_elements)
+        return hidden * self.head_dim * (self.heads * (3 if self.gated else 2) + 2 * self.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class LatentAttention:
     index_dim: int = 0
     selected: int = 0
 
-    @property
-    def cache_elements(self) -> int:
-        """Elements of the compressed keys and values of one token, and of the indexer's key."""
+    def cache_elements(self, ranks: int) -> int:
+        """Elements of the compressed keys and values of one token, and of the indexer's key, on each rank."""
         return self.kv_rank + self.rope_dim + self.index_dim
 
     def parameters(self, hidden: int) -> int:
@@ -86,8 +85,7 @@ class LinearMixer:
     value_dim: int
     convolution: int
 
-    @property
-    def cache_elements(self) -> int:
+    def cache_elements(self, ranks: int) -> int:
         """0: the state does not grow with the tokens."""
         return 0
 
@@ -129,8 +127,8 @@ class Experts:
     shared: int = 0
 
     def parameters(self, hidden: int) -> int:
-        """Number of weights, without the router's."""
-        return 3 * hidden * (self.count * self.inner + self.shared)
+        """Number of weights, the router's included."""
+        return hidden * (3 * (self.count * self.inner + self.shared) + self.count)
 
 
 @dataclass(frozen=True)
@@ -166,26 +164,18 @@ class ServedModel:
         return sum(count for _, count in self.layers)
 
     @property
-    def dense_parameters(self) -> int:
-        """Weights of all layers without those of routed experts, embeddings and head."""
-        found = 0
-        for layer, count in self.layers:
-            block = layer.block
-            if isinstance(block, Experts):
-                found += count * self.hidden * (3 * block.shared + block.count)
-            else:
-                found += count * block.parameters(self.hidden)
-            found += count * layer.mixer.parameters(self.hidden)
-        return found
+    def has_experts(self) -> bool:
+        """Whether some layers choose among experts."""
+        return any(isinstance(layer.block, Experts) for layer, _ in self.layers)
 
     @property
-    def expert_parameters(self) -> int:
-        """Weights of routed experts."""
-        return sum(
-            3 * self.hidden * layer.block.count * layer.block.inner * count
+    def parameters(self) -> int:
+        """Number of weights."""
+        layers = (
+            count * (layer.mixer.parameters(self.hidden) + layer.block.parameters(self.hidden))
             for layer, count in self.layers
-            if isinstance(layer.block, Experts)
         )
+        return sum(layers) + self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -200,6 +190,13 @@ _NORMALISED = (
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2",
 )  # fmt: skip
 _UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
+
+
+def named_model(name: str | Path) -> ServedModel:
+    """The model of a name, or of the Hugging Face configuration file ``name``."""
+    if isinstance(name, str) and not name.endswith(".json"):
+        return served_model(served(name), name)
+    return served_model(with_defaults(read_configuration(Path(name))), str(name))
 
 
 def served_model(config: Mapping[str, Any], source: str) -> ServedModel:
@@ -281,26 +278,14 @@ def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
     config = read.config
     heads = read.number("num_attention_heads", "n_head", "num_heads")
     if layer in ("linear_attention", "mamba", "mamba2"):
-        return LinearMixer(
-            "gated_delta",
-            read.number("linear_num_key_heads"),
-            read.number("linear_key_head_dim"),
-            read.number("linear_num_value_heads"),
-            read.number("linear_value_head_dim"),
-            read.number("linear_conv_kernel_dim", default=4),
-        )
+        names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+        sizes = [read.number(f"linear_{name}") for name in names]
+        return LinearMixer("gated_delta", *sizes, read.number("linear_conv_kernel_dim", default=4))
     if config.get("kv_lora_rank"):
-        return LatentAttention(
-            heads,
-            read.number("q_lora_rank", default=0),
-            read.number("kv_lora_rank"),
-            read.number("qk_nope_head_dim"),
-            read.number("qk_rope_head_dim"),
-            read.number("v_head_dim"),
-            read.number("index_n_heads", default=0),
-            read.number("index_head_dim", default=0),
-            read.number("index_topk", default=0),
-        )
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = [read.number("q_lora_rank", default=0), *(read.number(name) for name in names)]
+        indexer = [read.number(name, default=0) for name in ("index_n_heads", "index_head_dim", "index_topk")]
+        return LatentAttention(heads, *sizes, *indexer)
     width = read.number("head_dim", default=0) or max(hidden // heads, 1)
     groups = read.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
@@ -321,7 +306,8 @@ def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
 def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | Experts:
     config = read.config
     count = read.number("n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
-    dense = place < read.number("first_k_dense_replace", default=0) or place in _listed(config, "mlp_only_layers")
+    listed = config.get("mlp_only_layers")
+    dense = place < read.number("first_k_dense_replace", default=0) or (isinstance(listed, list) and place in listed)
     step = read.number("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
     if count < 2 or dense or (place + 1) % step:
         inner = read.number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
@@ -331,11 +317,6 @@ def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | E
     shared = shared or read.number("n_shared_experts", "num_shared_experts", default=0) * inner
     chosen = read.number("num_experts_per_tok", "experts_per_token", "moe_topk", most=count)
     return Experts(count, chosen, inner, shared)
-
-
-def _listed(config: Mapping[str, Any], name: str) -> list[Any]:
-    found = config.get(name)
-    return found if isinstance(found, list) else []
 
 
 def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:

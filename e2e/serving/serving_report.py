@@ -16,7 +16,7 @@ from e2e.serving.serving_answer import ServingAnswer, serve
 from e2e.serving.serving_result import ServingResult, Spread, serving_result
 
 
-def show(result: ServingResult) -> str:
+def answer_text(result: ServingResult) -> str:
     """Lines of text."""
     lines = figure_lines(result)
     width = max(len(name) for name, _ in lines)
@@ -106,7 +106,7 @@ def write_serving_page(answer: ServingAnswer, result: ServingResult, path: Path)
 
 def users_curve(answer: ServingAnswer) -> list[tuple[int, ServingResult]]:
     """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
-    request, found = answer.request, []
+    request, found, tables = answer.request, [], answer.tables
     inputs, outputs = (round(float(each.mean())) for each in (answer.workload.inputs, answer.workload.outputs))
     alike = replace(request, rate=None, duration=None, requests=None)
     if request.trace:
@@ -115,7 +115,7 @@ def users_curve(answer: ServingAnswer) -> list[tuple[int, ServingResult]]:
     users = 1
     while users <= most:
         asked = replace(alike, concurrency=users, requests=4 * users)
-        found.append((users, serving_result(serve(asked, answer.price))))
+        found.append((users, serving_result(serve(asked, tables), with_table_error=False)))
         if users > answer.deployment.engine.sequences or users * (inputs + outputs) > 2 * answer.room.tokens:
             break
         users *= 2

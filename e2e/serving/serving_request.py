@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import check_count, parse_quantity, whole_number
@@ -16,6 +16,8 @@ MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The
 # Most requests of a run, which bounds its time and memory.
 MOST_REQUESTS = 1_000_000
 
+# Figures over the requests that a plan holds targets with.
+Percentile = Literal["mean", "p50", "p90", "p99"]
 # Routers of e2e.serving.replicas.
 ROUTERS = ("round-robin", "least-loaded", "prefix")
 
@@ -164,10 +166,15 @@ class ServingRequest(ServedLoad):
             raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
         if self.trace is not None and self.prefix_length:
             raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
-        if self.requests is not None and self.duration is not None:
-            raise InputError("--requests and --duration: each says when the run ends; give one")
         if self.trace is not None and self.rate is not None:
             raise InputError(f"--rate: requests arrive as {self.trace} says; leave it out")
+        if self.duration is not None and self.trace is None:
+            if self.requests is not None:
+                raise InputError("--requests and --duration: each says when the run ends; give one")
+            if self.rate is None:
+                raise InputError("--duration: is for --rate and traces; with users give the number of --requests")
+            if self.count > MOST_REQUESTS:
+                raise InputError(f"--duration: {self.count:,} requests arrive; at most {MOST_REQUESTS:,} are taken")
         if self.routing != "drawn":
             parse_routing(self.routing)
 
@@ -175,6 +182,15 @@ class ServingRequest(ServedLoad):
     def trace(self) -> Path | None:
         """The file of requests, if one was given."""
         return self.requests if isinstance(self.requests, Path) else None
+
+    @property
+    def count(self) -> int:
+        """Number of requests that are not those of a trace."""
+        if isinstance(self.requests, int):
+            return self.requests
+        if self.rate is None:
+            return min(10 * (self.concurrency or 1), MOST_REQUESTS)
+        return 1000 if self.duration is None else max(round(self.rate * self.duration), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +204,18 @@ class PlanRequest(ServedLoad):
         "Dollars per GPU and hour, or a YAML file with those of each GPU; default: the fewest GPUs are the cheapest.",
         default=None, panel=GPU_PANEL,
     )  # fmt: skip
+    percentile: Percentile = option(
+        "What must hold the targets: the mean over all requests, or so many per cent of them.",
+        default="mean", panel=LOAD_PANEL,
+    )  # fmt: skip
     probability: float = option(
-        "How sure it must be that the means hold the targets: from the intervals.", default=0.9, panel=LOAD_PANEL
+        "How sure it must be that the targets are held: from the intervals.", default=0.9, panel=LOAD_PANEL
+    )
+    speculate: str = option(
+        "Try this speculative decoding too, as `e2e serve` takes it.", default="", panel=ENGINE_PANEL
+    )
+    disaggregate: str = option(
+        "Try copies apart for prompts and decoding too, such as prefill=1,decode=3.", default="", panel=GPU_PANEL
     )
     workers: int | None = option("Processes; default: the cores of this process.", default=None, least=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e.report.timeline_export import Event, write_events
+from e2e.report.timeline_export import Event, name_event, slice_event, write_events
 from e2e.serving.schedule import LoggedStep
 from e2e.serving.serving_answer import ServingAnswer
 
@@ -21,12 +21,12 @@ def write_serving_timeline(answer: ServingAnswer, path: Path) -> None:
 
 def serving_events(answer: ServingAnswer) -> Iterator[Event]:
     """Yield tracks and slices: on the GPU the parts of each step, on the host what it adds to them."""
-    yield _named("process_name", _ENGINE, 1, answer.deployment.engine.title)
-    yield _named("process_name", _REQUESTS, 1, "requests")
+    yield name_event("process_name", _ENGINE, 1, answer.deployment.engine.title)
+    yield name_event("process_name", _REQUESTS, 1, "requests")
     for replica in sorted({step.replica for step in answer.run.log}):
         which = f" of replica {replica}" if len(answer.run.busy_seconds) > 1 else ""
-        yield _named("thread_name", _ENGINE, 2 * replica + 1, f"GPU{which}")
-        yield _named("thread_name", _ENGINE, 2 * replica + 2, f"host between steps{which}")
+        yield name_event("thread_name", _ENGINE, 2 * replica + 1, f"GPU{which}")
+        yield name_event("thread_name", _ENGINE, 2 * replica + 2, f"host between steps{which}")
     until, written = 0.0, 0
     for step in answer.run.log:
         for place in range(min(step.repeats, _MOST_STEPS - written)):
@@ -38,9 +38,9 @@ def serving_events(answer: ServingAnswer) -> Iterator[Event]:
     shown = [each for each in range(load.count) if sent[each] <= until][:_MOST_REQUESTS]
     for track, number in enumerate(shown, 1):
         told = {"prompt tokens": int(load.inputs[number]), "output tokens": int(load.outputs[number])}
-        yield _named("thread_name", _REQUESTS, track, f"request {number}")
-        yield _slice("queue and prompt", _REQUESTS, track, sent[number], first[number], told)
-        yield _slice("output", _REQUESTS, track, first[number], last[number], told)
+        yield name_event("thread_name", _REQUESTS, track, f"request {number}")
+        yield slice_event("queue and prompt", "serving", _REQUESTS, track, sent[number], first[number], told)
+        yield slice_event("output", "serving", _REQUESTS, track, first[number], last[number], told)
 
 
 def _step_events(answer: ServingAnswer, step: LoggedStep, start: float, place: int) -> Iterator[Event]:
@@ -48,17 +48,5 @@ def _step_events(answer: ServingAnswer, step: LoggedStep, start: float, place: i
     device = min(price.device_seconds(step.sequences, step.context + place, step.prompts), step.seconds)
     names = [f"prompts {tokens}"] * bool(tokens) + [f"decode {step.sequences}"] * bool(step.sequences)
     told = {"sequences": step.sequences, "context": round(step.context + place), "prompt tokens": tokens}
-    yield _slice(" + ".join(names), _ENGINE, 2 * step.replica + 1, start, start + device, told)
-    yield _slice("host", _ENGINE, 2 * step.replica + 2, start + device, start + step.seconds, told)
-
-
-def _named(what: str, process: int, track: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
-
-
-def _slice(name: str, process: int, track: int, start: float, end: float, told: Event) -> Event:
-    begin, stop = round(start * 1e9), round(end * 1e9)
-    return {
-        "ph": "X", "name": name, "cat": "serving", "pid": process, "tid": track, "ts": begin / 1e3,
-        "dur": (stop - begin) / 1e3, "args": told,
-    }  # fmt: skip
+    yield slice_event(" + ".join(names), "serving", _ENGINE, 2 * step.replica + 1, start, start + device, told)
+    yield slice_event("host", "serving", _ENGINE, 2 * step.replica + 2, start + device, start + step.seconds, told)

@@ -169,8 +169,7 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
 
     asked = row.request
     key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
-    answer = serve(asked, _TABLES.get(key))
-    _TABLES[key] = answer.price
+    answer = serve(asked, _TABLES.setdefault(key, {}))
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
     values = {

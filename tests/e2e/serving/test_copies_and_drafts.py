@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.serving.deployment import ServingParallel, read_disaggregation
-from e2e.serving.serving_answer import cache_transfer, deployment_of, named_model, serve
+from e2e.serving.deployment import ServingParallel, read_disaggregation, read_speculation
+from e2e.serving.served_model import named_model
+from e2e.serving.serving_answer import cache_transfer, deployment_of, serve
 from e2e.serving.serving_request import ServingRequest
-from e2e.serving.speculation import read_speculation
 from e2e.serving.step_price import Prompt, StepPrice, table_error
 
 _SMALL = ServingRequest(model="llama-3.2-1b", gpu="h100-sxm", concurrency=4, requests=8)
@@ -44,12 +44,12 @@ def test_a_longer_cache_takes_longer_and_the_network_longer_still() -> None:
 )
 def test_a_draft_that_cannot_be_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_speculation(text, named_model("llama-3.2-1b"), named_model)
+        read_speculation(text, named_model("llama-3.2-1b"))
 
 
 def test_expected_tokens_of_a_step() -> None:
     model = named_model("deepseek-v3")
-    found = read_speculation("tokens=2,acceptance=0.5", model, named_model)
+    found = read_speculation("tokens=2,acceptance=0.5", model)
     assert found is not None
     assert found.tokens_per_step == 1 + 0.5 + 0.25
     assert found.draft.depth == 1
