@@ -83,3 +83,13 @@ def check_count(option: str, number: int | None) -> None:
         raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
     if number > MOST_COUNT:
         raise InputError(f"--{option} {number}: must be at most {MOST_COUNT:,}")
+
+
+def check_number(option: str, number: float | None, least: float, most: float) -> None:
+    """Raise ``InputError`` unless ``number`` is from ``least`` to ``most`` or ``None`` (not given)."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise InputError(f"--{option} {number}: give a finite number")
+    if not least <= number <= most:
+        raise InputError(f"--{option} {number}: must be from {least:g} to {most:g}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from costmodel.base.errors import InputError
@@ -13,14 +14,14 @@ from costmodel.operators.experts import ExpertRouting
 from costmodel.operators.layers import STORED_BITS
 from e2e.serving.engines import Engine
 from e2e.serving.served_model import Experts, ServedModel, named_model
-from e2e.step.options import Precision, named_values
+from e2e.step.options import Precision, named_counts, named_values
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
 WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
+_STORED = {"weights": WEIGHT_BITS, "experts": WEIGHT_BITS, "activations": ("bf16", "fp8"), "kv": CACHE_BITS}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
-# Most tokens of a draft.
-_MOST_TOKENS = 64
+_MOST_TOKENS = 64  # of a draft
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class ServingPrecision:
 
     weights: str = "bf16"
     experts: str = "bf16"
-    # ``fp8`` or ``bf16``: operands of the products.
-    activations: str = "bf16"
+    activations: str = "bf16"  # operands of the products
     kv: str = "bf16"
 
 
@@ -42,13 +42,10 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     if text and "=" not in text:
         of = "is a recipe of training" if text in get_args(Precision) else "says not of what"
         raise InputError(f"--precision {text}: {of}; write such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8")
-    asked = named_values("--precision", text, [each.name for each in fields(ServingPrecision)])
+    asked = {key: _OTHER_NAMES.get(value, value) for key, value in named_values("--precision", text, _STORED).items()}
     for key, value in asked.items():
-        value = _OTHER_NAMES.get(value, value)
-        known = CACHE_BITS if key == "kv" else {"bf16": 0, "fp8": 0} if key == "activations" else WEIGHT_BITS
-        if value not in known:
-            raise InputError(f"--precision {key}={value}: choose one of {', '.join(known)}")
-        asked[key] = value
+        if value not in _STORED[key]:
+            raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     able = "float8" in machine.compute
@@ -68,8 +65,7 @@ class ServingParallel:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    # Groups of ranks that each hold all heads of the attention and have their own sequences.
-    attention_dp: int = 1
+    attention_dp: int = 1  # groups of ranks that each hold all heads of the attention and have their own sequences
 
     @property
     def gpus(self) -> int:
@@ -92,21 +88,18 @@ _PARALLEL = ("tp", "pp", "ep", "dp-attention")
 
 def read_parallel(text: str, gpus: int) -> ServingParallel:
     """Parallelism of ``tp=8,ep=8,dp-attention=8,pp=1``; without ``tp`` it fills ``gpus``."""
-    numbers: dict[str, int] = {}
-    for key, value in named_values("--parallel", text, _PARALLEL).items():
-        numbers[key] = whole_number(value) or 0
-        if not numbers[key]:
-            raise InputError(f"--parallel {key}={value}: must be a whole number of at least 1")
-    pp = numbers.get("pp", 1)
-    found = ServingParallel(
-        numbers.get("tp", max(gpus // pp, 1)), pp, numbers.get("ep", 1), numbers.get("dp-attention", 1)
-    )
-    for key, ranks in (("ep", found.ep), ("dp-attention", found.attention_dp)):
-        if found.tp % ranks:
-            raise InputError(f"--parallel {key}={ranks}: must divide tp={found.tp}")
+    numbers = named_counts("--parallel", text, _PARALLEL)
+    found = _parallel({"tp": max(gpus // numbers.get("pp", 1), 1)} | numbers)
     if gpus % found.gpus:
         raise InputError(f"--parallel {text}: needs {found.gpus} GPUs a copy, which do not divide --gpus {gpus}")
     return found
+
+
+def _parallel(numbers: Mapping[str, int]) -> ServingParallel:
+    for key in ("ep", "dp-attention"):
+        if numbers["tp"] % numbers.get(key, 1):
+            raise InputError(f"--parallel {key}={numbers[key]}: must divide tp={numbers['tp']}")
+    return ServingParallel(*(numbers.get(key, 1) for key in _PARALLEL))
 
 
 @dataclass(frozen=True)
@@ -129,18 +122,14 @@ def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
     ``parallel``.
     """
     sides = ("prefill", "decode")
-    asked = named_values("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in _PARALLEL)))
-    counts = [whole_number(asked.get(side, "")) or 0 for side in sides]
-    if not all(counts):
+    asked = named_counts("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in _PARALLEL)))
+    if not {*sides} <= asked.keys():
         raise InputError(f"--disaggregate {text}: write how many copies do what, as prefill=2,decode=6")
     ways = []
     for side in sides:
         own = {key: asked[f"{side}-{key}"] for key in _PARALLEL if f"{side}-{key}" in asked}
-        if own:
-            own.setdefault("tp", str(parallel.tp))
-            size = (whole_number(own["tp"]) or 1) * (whole_number(own.get("pp", "1")) or 1)
-        ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size) if own else parallel)
-    return Disaggregation(*counts, *ways)
+        ways.append(_parallel({"tp": parallel.tp} | own) if own else parallel)
+    return Disaggregation(asked["prefill"], asked["decode"], *ways)
 
 
 @dataclass(frozen=True)
@@ -194,8 +183,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    # ``None``: every token draws its experts, all equally likely.
-    routing: ExpertRouting | None
+    routing: ExpertRouting | None  # None: every token draws its experts, all equally likely
     speculation: Speculation | None = None
 
     @property

@@ -32,32 +32,23 @@ class Engine:
 
     name: str
     title: str
-    # Template of the command that starts it (:func:`e2e.serving.plan_report.start_command`).
-    start: str
+    start: str  # template of the command that starts it (:func:`e2e.serving.plan_report.start_command`)
     schedule: Schedule
     admission: Admission
-    # Most tokens of one step.
-    token_budget: int
-    # Most sequences that run at once.
-    sequences: int
-    # Most sequences of a step that is launched as a CUDA graph.
-    graph_sequences: int
-    # Share of the GPU's memory that weights, activations and cache may take.
-    memory_share: float
-    # Tokens of a block of the cache.
-    block: int
+    token_budget: int  # most tokens of one step
+    sequences: int  # most that run at once
+    graph_sequences: int  # most of a step that is launched as a CUDA graph
+    memory_share: float  # of the GPU's memory that weights, activations and cache may take
+    block: int  # tokens of a block of the cache
     attention: AttentionKernel
     experts: ExpertKernel
     all_reduce: str
-    # Casts to 8 bits are part of the kernel before; all-reduce, residual and norm are one kernel.
-    fuses_casts: bool
-    fuses_norms: bool
-    # Seconds of the server before the first token (HTTP, tokeniser, queues between processes); of the host per step;
-    # per sequence of a step; per kernel that is launched without a graph.
-    server: float
-    step: float
-    sequence: float
-    launch: float
+    fuses_casts: bool  # casts to 8 bits are part of the kernel before
+    fuses_norms: bool  # all-reduce, residual and norm are one kernel
+    server: float  # seconds before the first token: HTTP, tokeniser, queues between processes
+    step: float  # seconds of the host per step
+    sequence: float  # per sequence of a step
+    launch: float  # per kernel that is launched without a graph
     version: str = ""
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12

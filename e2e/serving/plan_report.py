@@ -125,6 +125,8 @@ def _draw(axes: Any, plan: ServingPlan) -> None:
             set_tip(dot, ", ".join(_cells(plan, row)))
         best = ServingPlan(plan.request, rows).frontier
         axes.plot(*zip(*(row.place for row in best), strict=True), color=colour, label=gpu)
+    if plan.best:
+        axes.plot(*plan.best.place, "D", color="none", markeredgecolor="#777777", markersize=12, label="the cheapest")
     set_logarithmic(axes, "xy")
     axes.set(xlabel="tokens/s of one user", ylabel="output tokens/s per GPU")
     axes.legend()

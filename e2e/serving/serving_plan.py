@@ -9,7 +9,7 @@ one copy holds the targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from statistics import NormalDist
@@ -199,8 +199,9 @@ def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) 
         one = replace(asked, engine_options=f"sequences={users}", **load)
         answer = serve(one, tables)
         served = serving_result(answer, with_table_error=False)
+        sure = _probability(request, served, ("ttft", "tpot"))
         per_hour = None if price is None or copies is None else price * copies * answer.gpus
-        return PlanRow(one, served, answer.gpus, users, _probability(request, served), copies, per_hour)
+        return PlanRow(one, served, answer.gpus, users, sure, copies, per_hour)
 
     def with_users(users: int, copies: int | None = None) -> PlanRow:
         return row(users, copies, concurrency=users, requests=max(_PER_USER * users, _LEAST))
@@ -212,7 +213,9 @@ def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) 
         rows.append(with_users(users))
         if len(rows) > 1 and rows[-1].served.requests_per_second < _GAIN * rows[-2].served.requests_per_second:
             break
-    holding = [each for each in rows if each.probability >= request.probability]
+    # Requests that arrive at a rate do not wait for one another as users do who all begin at once.
+    targets = ("ttft", "tpot") if request.rate is None else ("tpot",)
+    holding = [each for each in rows if _probability(request, each.served, targets) >= request.probability]
     if not holding:
         return rows
     most = holding[-1]
@@ -235,14 +238,12 @@ def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) 
     return [*rows, best] if best else rows
 
 
-def _probability(request: PlanRequest, served: ServingResult) -> float:
-    """Probability that the targets are held: errors are log-normal, and relatively those of the mean."""
+def _probability(request: PlanRequest, served: ServingResult, targets: Sequence[str]) -> float:
+    """Probability that the ``targets`` are held: errors are log-normal, and relatively those of the mean."""
     found = [1.0]
-    for name in ("ttft", "tpot"):
+    for name in targets:
         target, spread = getattr(request, name), getattr(served, f"{name}_seconds")
         if target is not None and spread.mean:
             width = math.log(getattr(served, f"{name}_interval_seconds")[1] / spread.mean)
-            found.append(
-                NormalDist().cdf(_HALF_WIDTH * math.log(target / spread[request.percentile]) / max(width, 1e-9))
-            )
+            found.append(NormalDist().cdf(_HALF_WIDTH * math.log(target / spread[request.percentile]) / width))
     return min(found)

@@ -55,19 +55,14 @@ class StepFigures:
     context: int
     tokens: int
     seconds: float
-    # Of them: the GPU's, and what the step adds to it (0 where the host prepares steps in time).
-    device_seconds: float
-    host_seconds: float
-    # Seconds of the GPU by part of the layer, and by what limits the kernels.
-    parts: Mapping[str, float]
-    limits: Mapping[str, float]
-    # Share of the GPU's time in kernels whose price is measured, fitted to measurements, or analytic.
-    sources: Mapping[str, float]
-    # Share of the memory's bandwidth and of the datasheet's arithmetic that the GPU reaches (MFU).
-    bandwidth_share: float
-    arithmetic_share: float
-    # Factors of the GPU's time within which it lies.
-    lower: float
+    device_seconds: float  # the GPU's
+    host_seconds: float  # what the step adds to them; 0 where the host prepares steps in time
+    parts: Mapping[str, float]  # seconds of the GPU by part of the layer
+    limits: Mapping[str, float]  # and by what limits the kernels
+    sources: Mapping[str, float]  # share of them whose price is measured, fitted to measurements, or analytic
+    bandwidth_share: float  # of the memory's bandwidth
+    arithmetic_share: float  # of the datasheet's arithmetic (MFU)
+    lower: float  # factors of the GPU's time within which it lies
     upper: float
 
 
@@ -80,43 +75,32 @@ class ServingResult:
     fits: bool
     ttft_seconds: Spread
     tpot_seconds: Spread
-    # Time between tokens as they arrive, and of whole requests.
-    itl_seconds: Spread
-    request_seconds: Spread
-    # Where the mean lies with ``interval_probability``.
-    ttft_interval_seconds: tuple[float, float]
+    itl_seconds: Spread  # time between tokens as they arrive
+    request_seconds: Spread  # of whole requests
+    ttft_interval_seconds: tuple[float, float]  # where the mean lies with ``interval_probability``
     tpot_interval_seconds: tuple[float, float]
     output_tokens_per_second_interval: tuple[float, float]
     interval_probability: float
     output_tokens_per_second: float
     output_tokens_per_second_per_gpu: float
-    # Output tokens that one user gets per second once the first is there.
-    tokens_per_second_per_user: float
+    tokens_per_second_per_user: float  # output tokens once the first is there
     requests_per_second: float
     requests: int
     seconds: float
-    # Requests that meet --ttft and --tpot: their share and number per second; None without targets.
-    goodput: Mapping[str, float] | None
-    # What limits, and the share of the time of each limit.
-    bound: str
-    bound_shares: Mapping[str, float]
-    # More requests arrive than are served: latencies grow as long as the run lasts.
-    overloaded: bool
-    # Tokens that the cache holds, share in use on average and at most, sequences preempted.
-    cache: Mapping[str, float]
-    # Bytes of the fullest GPU: usable, weights, activations, reserve, cache.
-    memory: Mapping[str, float]
+    goodput: (
+        Mapping[str, float] | None
+    )  # share and number per second of requests that meet the targets, if there are any
+    bound: str  # what limits
+    bound_shares: Mapping[str, float]  # share of the time of each limit
+    overloaded: bool  # more requests arrive than are served: latencies grow as long as the run lasts
+    cache: Mapping[str, float]  # tokens that it holds, share in use on average and at most, sequences preempted
+    memory: Mapping[str, float]  # bytes of the fullest GPU: usable, weights, activations, reserve, cache
     decode_step: StepFigures
     prefill_step: StepFigures
-    # Share of the GPU's time in kernels from tables, fitted to tables, and by physics alone.
-    coverage: Mapping[str, float]
-    # Share of the tokens of prompts that were in the prefix cache; None where no prompts begin alike.
-    prefix_hit_rate: float | None
-    # Relative error of the steps' tabulated times against times priced step by step: median and largest of some; None
-    # if it was not asked for.
-    step_table_error: tuple[float, float] | None
-    # What was assumed.
-    notes: Sequence[str]
+    coverage: Mapping[str, float]  # share of the GPU's time by source of its price, as ``StepFigures.sources``
+    prefix_hit_rate: float | None  # share of the prompts' tokens in the prefix cache; None where none begin alike
+    step_table_error: tuple[float, float] | None  # of tabulated steps: median and largest of some, if asked for
+    notes: Sequence[str]  # what was assumed
 
     def to_json(self) -> dict[str, Any]:
         """The record as ``--json`` prints it."""

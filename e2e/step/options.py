@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.step.option_fields import Options, option
@@ -156,6 +157,16 @@ def named_values(option: str, text: str, known: Collection[str]) -> dict[str, st
         if name in found:
             raise InputError(f"{option} {name}: is given twice; leave one out")
         found[name] = value
+    return found
+
+
+def named_counts(option: str, text: str, known: Collection[str]) -> dict[str, int]:
+    """Return the values of ``NAME=COUNT,...``, whole numbers of at least 1."""
+    found: dict[str, int] = {}
+    for name, value in named_values(option, text, known).items():
+        found[name] = whole_number(value) or 0
+        if not found[name]:
+            raise InputError(f"{option} {name}={value}: must be a whole number of at least 1")
     return found
 
 

@@ -23,7 +23,7 @@ def test_copies_have_their_own_parallelism() -> None:
 
 @pytest.mark.parametrize("text", ["prefill=2", "prefill=2,decode=0", "prefill=2,decode=x"])
 def test_each_kind_of_copies_needs_a_number(text: str) -> None:
-    with pytest.raises(InputError, match="write how many copies do what"):
+    with pytest.raises(InputError, match="write how many copies do what|must be a whole number"):
         read_disaggregation(text, ServingParallel())
 
 
