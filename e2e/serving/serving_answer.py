@@ -49,7 +49,6 @@ class ServingAnswer:
     deployment: Deployment
     workload: Workload
     tables: Tables
-    room: CacheRoom
     run: ServedRun
 
     @property
@@ -57,6 +56,11 @@ class ServingAnswer:
         """Prices of the steps in which sequences decode."""
         found = self.tables[self.deployment.parallel, self.deployment.speculation]
         return found.with_engine(self.deployment.engine)
+
+    @property
+    def room(self) -> CacheRoom:
+        """The cache of a copy in which sequences decode."""
+        return cache_room(self.deployment)
 
     @property
     def gpus(self) -> int:
@@ -84,40 +88,34 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
     ``ShortageError`` for a model that does not fit. ``tables``: of answers with the same kernels, to which this adds.
     """
     deployment, workload = deployment_of(request), workload_of(request)
-    room, run = _fitting_room(deployment, workload), ServedRun.of(workload.count)
-    known: Tables = {} if tables is None else tables
+    run, known = ServedRun.of(workload.count), Tables() if tables is None else tables
 
     def copies(deployment: Deployment, count: int) -> list[Scheduler]:
-        tokens, blocks = _fitting_room(deployment, workload).tokens, workload.prefix_block
-        kind = deployment.parallel, deployment.speculation
+        room, blocks, kind = (
+            cache_room(deployment),
+            workload.prefix_block,
+            (deployment.parallel, deployment.speculation),
+        )
+        if room.tokens < workload.longest:
+            shortage = room.shortage(deployment, workload.longest)
+            raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
         if kind not in known:
             known[kind] = StepPrice(deployment)
         price = known[kind].with_engine(deployment.engine)
-        return [Scheduler(price, tokens, run, PrefixCache(blocks) if blocks else None) for _ in range(count)]
+        return [Scheduler(price, room.tokens, run, PrefixCache(blocks) if blocks else None) for _ in range(count)]
 
     if request.disaggregate:
         split = read_disaggregation(request.disaggregate, read_parallel(request.parallel, request.gpus))
-        prompts = replace(
-            deployment, parallel=split.prefill_parallel, speculation=None,
-            cluster=load_cluster(str(request.gpu), split.prefill_parallel.gpus),
-        )  # fmt: skip
+        cluster = load_cluster(request.gpu, split.prefill_parallel.gpus)
+        prompts = replace(deployment, parallel=split.prefill_parallel, speculation=None, cluster=cluster)
         prompts.check()
-        transfer = cache_transfer(prompts, deployment, str(request.gpu), split.gpus)
-        decoders = Decoders(copies(deployment, split.decode), transfer)
+        decoding = copies(deployment, split.decode)
+        decoders = Decoders(decoding, cache_transfer(prompts, deployment, request.gpu, split.gpus))
         serve_workload(workload, copies(prompts, split.prefill), decoders=decoders)
     else:
         count = request.replicas * (request.gpus // deployment.parallel.gpus)
         serve_workload(workload, copies(deployment, count), request.router)
-    return ServingAnswer(request, deployment, workload, known, room, run)
-
-
-def _fitting_room(deployment: Deployment, workload: Workload) -> CacheRoom:
-    """The room for the cache; ``ShortageError`` if the longest request does not fit."""
-    room = cache_room(deployment)
-    if room.tokens < workload.longest:
-        shortage = room.shortage(deployment, workload.longest)
-        raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
-    return room
+    return ServingAnswer(request, deployment, workload, known, run)
 
 
 def cache_transfer(sender: Deployment, receiver: Deployment, gpu: str, gpus: int) -> Callable[[int], float]:
