@@ -56,6 +56,20 @@ def parse_quantity(text: object, base_unit: str) -> float:
     return value
 
 
+def read_seconds(option: str, value: str | float) -> float:
+    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the ``option`` for anything else."""
+    try:
+        found = float(value)
+    except ValueError:
+        try:
+            found = parse_quantity(value, "s")
+        except ValueError as error:
+            raise InputError(f"--{option} {value}: {error}") from None
+    if not (math.isfinite(found) and found > 0):
+        raise InputError(f"--{option} {value}: give a finite time above zero, such as 500ms")
+    return found
+
+
 def format_quantity(value: float, base_unit: str, digits: int = 4) -> str:
     """``value`` with the largest unit that keeps it at or above 1; bytes in powers of 1024 where exact."""
     units = UNITS[base_unit]

@@ -35,7 +35,7 @@ def serve_command(
 def plan_serve_command(*, report: ReportOption = None, as_json: JsonOption = False, **options: Any) -> None:
     """Find the cheapest GPUs, parallelism, engine, precision and batch that hold latency targets, and the frontier."""
     from e2e.commands.e2e_api import plan_serve
-    from e2e.serving.plan_report import plan_record, plan_text
+    from e2e.serving.serving_plan import plan_record, plan_text
 
     def tell(done: int, count: int, text: str) -> None:
         print(f"{done} of {count}: {text}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ class Engine:
 
     name: str
     title: str
-    start: str  # template of the command that starts it (:func:`e2e.serving.plan_report.start_command`)
+    start: str  # template of the command that starts it (:func:`e2e.serving.serving_plan.start_command`)
     schedule: Schedule
     admission: Admission
     token_budget: int  # most tokens of one step

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import check_count, parse_quantity, whole_number
+from costmodel.base.units import check_count, read_seconds, whole_number
 from e2e.step.option_fields import Options, option
 from e2e.step.options import parse_routing
 
@@ -21,22 +20,8 @@ Percentile = Literal["mean", "p50", "p90", "p99"]
 Router = Literal["round-robin", "least-loaded", "prefix"]
 
 
-def seconds_of(name: str, value: str | float) -> float:
-    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the option for anything else."""
-    try:
-        found = float(value)
-    except ValueError:
-        try:
-            found = parse_quantity(value, "s")
-        except ValueError as error:
-            raise InputError(f"--{name} {value}: {error}") from None
-    if not (math.isfinite(found) and found > 0):
-        raise InputError(f"--{name} {value}: give a finite time above zero, such as 500ms")
-    return found
-
-
 def _seconds_option(name: str, help: str) -> Any:
-    return option(help, None, read=lambda value: seconds_of(name, value), as_text=True, panel=_LOAD)
+    return option(help, None, read=lambda value: read_seconds(name, value), as_text=True, panel=_LOAD)
 
 
 def _requests(value: int | str | Path) -> int | Path:

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 import e2e
 from costmodel.base.errors import InputError, ShortageError
 from e2e.commands.cli import app
-from e2e.serving.plan_report import plan_record, plan_text, start_command, write_plan_page
-from e2e.serving.serving_plan import PlanRow, ServingPlan
+from e2e.serving.serving_plan import PlanRow, ServingPlan, plan_record, plan_text, start_command, write_plan_page
 from e2e.serving.serving_request import ServingRequest
 
 _ASKED = {"model": "llama-3.2-1b", "gpus_of": "h100-sxm,l4", "gpus": "1", "workers": 1, "output_length": 32}
