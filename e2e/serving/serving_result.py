@@ -87,9 +87,7 @@ class ServingResult:
     requests_per_second: float
     requests: int
     seconds: float
-    goodput: (
-        Mapping[str, float] | None
-    )  # share and number per second of requests that meet the targets, if there are any
+    goodput: Mapping[str, float] | None  # share and number per second of requests that meet the targets
     bound: str  # what limits
     bound_shares: Mapping[str, float]  # share of the time of each limit
     overloaded: bool  # more requests arrive than are served: latencies grow as long as the run lasts
@@ -112,10 +110,12 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     run, load, request = answer.run, answer.workload, answer.request
     ttft, tpot = answer.ttft_seconds, Spread.of(answer.tpot_seconds[load.outputs > 1])
     whole = ttft + run.last - run.first
-    seconds = float(run.last.max() - run.sent.min()) + answer.deployment.engine.server
+    engine = answer.deployment.engine
+    seconds = float(run.last.max() - run.sent.min()) + engine.server
     tokens = float(load.outputs.sum()) / seconds
     decode, prefill = decode_figures(answer), prefill_figures(answer)
-    first, per_token = latency_intervals(answer, decode, prefill)
+    first = _interval(float(ttft.mean()), prefill, engine.band_ttft)
+    per_token = _interval(tpot.mean, decode, engine.band_tpot)
     overloaded = _overloaded(answer, ttft)
     # Users wait for answers: faster steps are more throughput.
     follows = load.arrivals is None or overloaded
@@ -137,7 +137,7 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     goodput = {"share": met, "requests_per_second": met * load.count / seconds}
     return ServingResult(
         request=request.to_json(),
-        engine=answer.deployment.engine.title + (f" {answer.deployment.engine.version}".rstrip()),
+        engine=f"{engine.title} {engine.version}".rstrip(),
         fits=True,
         ttft_seconds=Spread.of(ttft),
         tpot_seconds=tpot,
@@ -176,8 +176,7 @@ def _table_error(answer: ServingAnswer) -> tuple[float, float]:
     load, steps = answer.workload, max(answer.run.steps, 1)
     sequences = max(round(min(float(load.outputs.sum()) / steps, answer.deployment.engine.sequences)), 1)
     contexts = int(load.inputs.min()), int((load.inputs + load.outputs).max())
-    error = table_error(answer.price, sequences, contexts, int(load.inputs.max()))
-    return error.median, error.largest
+    return table_error(answer.price, sequences, contexts, int(load.inputs.max()))
 
 
 def decode_figures(answer: ServingAnswer) -> StepFigures:
@@ -253,20 +252,10 @@ def _together(
     return _sorted(sums)
 
 
-def latency_intervals(
-    answer: ServingAnswer, decode: StepFigures | None = None, prefill: StepFigures | None = None
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where the mean time to the first token, and that per output token, lie with :data:`PROBABILITY`."""
-    engine, several = answer.deployment.engine, answer.tpot_seconds[answer.workload.outputs > 1]
-    first, per_token = float(answer.ttft_seconds.mean()), float(several.mean()) if several.size else 0.0
-    return (
-        _interval(first, prefill or prefill_figures(answer), engine.band_ttft),
-        _interval(per_token, decode or decode_figures(answer), engine.band_tpot),
-    )
-
-
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:
-    """Where ``mean`` lies: errors of kernels, as far as they are part of the step, and of runs are independent."""
+    """Where ``mean`` lies with :data:`PROBABILITY`: errors of kernels, as far as they are part of the step, and of runs
+    are independent.
+    """
     share = step.device_seconds / step.seconds
     lower, upper = 1 - share * (1 - max(step.lower, 0.01)), 1 + share * (step.upper - 1)
     return (

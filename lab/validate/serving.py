@@ -182,10 +182,10 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
     }
     if row.request.requests is not None:
         return values, {}  # seconds of single batches, not means of runs
-    from e2e.serving.serving_result import latency_intervals
+    from e2e.serving.serving_result import serving_result
 
-    first, token = latency_intervals(answer)
-    return values, {"ttft": first, "tpot": token}
+    found = serving_result(answer, with_table_error=False)
+    return values, {"ttft": found.ttft_interval_seconds, "tpot": found.tpot_interval_seconds}
 
 
 @dataclass(frozen=True)
