@@ -12,8 +12,8 @@ from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from costmodel.operators.layers import STORED_BITS
+from e2e.capture.models.served_model import Experts, ServedModel, named_model
 from e2e.serving.engines import Engine
-from e2e.serving.served_model import Experts, ServedModel, named_model
 from e2e.step.options import Precision, named_counts, named_values
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).

@@ -12,6 +12,7 @@ from costmodel.base.errors import InputError, ShortageError
 from costmodel.collectives import collective_cost_model
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from e2e.capture.models.served_model import ServedModel, named_model
 from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.deployment import (
     Deployment,
@@ -28,7 +29,6 @@ from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.replicas import Decoders, serve_workload
 from e2e.serving.request_trace import read_trace
 from e2e.serving.schedule import Scheduler, ServedRun
-from e2e.serving.served_model import ServedModel, named_model
 from e2e.serving.serving_request import ServedLoad, ServingRequest
 from e2e.serving.step_price import StepPrice
 from e2e.serving.workload import Workload, closed_loop, open_loop, with_prefixes

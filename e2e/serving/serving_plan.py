@@ -23,7 +23,7 @@ from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.cluster import load_cluster, load_gpu
 from costmodel.pages.charts import PALETTE, inline_chart, set_logarithmic, set_tip
 from costmodel.pages.document import render, write_page
-from e2e.serving.served_model import LatentAttention, ServedModel
+from e2e.capture.models.served_model import LatentAttention, ServedModel
 from e2e.serving.serving_answer import Tables, deployment_of, model_of, serve
 from e2e.serving.serving_request import PlanRequest, ServingRequest
 from e2e.serving.serving_result import PROBABILITY, ServingResult, serving_result

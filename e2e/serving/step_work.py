@@ -18,8 +18,8 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
 from costmodel.operators.experts import ExpertLayer, ExpertRouting
 from costmodel.operators.layers import STORED_BITS
+from e2e.capture.models.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 from e2e.serving.deployment import Deployment
-from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 
 # Kernels of the router beside its product (top-k with its softmax or sigmoid, sorting of rows by expert), of sampling
 # beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.

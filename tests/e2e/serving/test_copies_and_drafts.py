@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import InputError
+from e2e.capture.models.served_model import named_model
 from e2e.serving.deployment import ServingParallel, read_disaggregation, read_speculation
-from e2e.serving.served_model import named_model
 from e2e.serving.serving_answer import cache_transfer, deployment_of, serve
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.step_price import Prompt, StepPrice, table_error

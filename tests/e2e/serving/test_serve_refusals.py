@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import e2e
 from costmodel.base.errors import InputError, MachineError, ProjectError, ShortageError
 from e2e.capture.models.configurations import served, with_defaults
+from e2e.capture.models.served_model import served_model
 from e2e.commands.cli import app
-from e2e.serving.served_model import served_model
 
 GPU: dict[str, Any] = {"gpu": "h100-sxm"}
 BASE = {"model": "llama-3.1-8b", **GPU}
