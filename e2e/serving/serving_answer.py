@@ -24,7 +24,7 @@ from e2e.serving.deployment import (
     read_precision,
     read_speculation,
 )
-from e2e.serving.engines import engine_named, with_engine_options
+from e2e.serving.engines import engine_named
 from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.replicas import Decoders, serve_workload
 from e2e.serving.request_trace import read_trace
@@ -143,7 +143,7 @@ def deployment_of(request: ServingRequest) -> Deployment:
     deployment = Deployment(
         model,
         cluster,
-        with_engine_options(engine_named(request.engine), request.engine_options),
+        engine_named(request.engine, request.engine_options),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         None if request.routing == "drawn" else parse_routing(request.routing),
