@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Spread:
         """The spread of ``values``, of which each counts ``weights`` times; all zero if there are none."""
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
-        method = "linear" if weights is None else "inverted_cdf"
+        method: Literal["linear", "inverted_cdf"] = "linear" if weights is None else "inverted_cdf"
         quantiles = np.quantile(values, (0.5, 0.9, 0.99), weights=weights, method=method)
         return cls(float(np.average(values, weights=weights)), *quantiles.tolist())
 
