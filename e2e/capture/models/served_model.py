@@ -276,8 +276,11 @@ def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
     heads = _number(config, "num_attention_heads", "n_head", "num_heads")
     if layer in ("linear_attention", "mamba", "mamba2"):
         names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
-        sizes = [_number(config, f"linear_{name}") for name in names]
-        return LinearMixer("gated_delta", *sizes, convolution=_number(config, "linear_conv_kernel_dim", default=4))
+        sizes = [
+            *(_number(config, f"linear_{name}") for name in names),
+            _number(config, "linear_conv_kernel_dim", default=4),
+        ]
+        return LinearMixer("gated_delta", *sizes)
     if config.get("kv_lora_rank"):
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         sizes = [_number(config, "q_lora_rank", default=0), *(_number(config, name) for name in names)]
