@@ -294,27 +294,28 @@ def _targets(plan: ServingPlan) -> str:
     return ", ".join([load, *(f"{name} {format_quantity(value, 's', 3)}" for name, value in targets.items() if value)])
 
 
-def _columns(plan: ServingPlan) -> tuple[str, ...]:
-    held = "" if plan.request.percentile == "mean" else f" {plan.request.percentile}"
-    return ("GPUs", "engine", "parallel", "precision", "users", f"TTFT{held}", f"TPOT{held}", "tokens/s/user",
-            "tokens/s/GPU", "sure", "in all")  # fmt: skip
-
-
-def _cells(plan: ServingPlan, row: PlanRow) -> tuple[str, ...]:
+def _cells(plan: ServingPlan, row: PlanRow) -> dict[str, str]:
     asked, served, held = row.request, row.served, plan.request.percentile
+    name = "" if held == "mean" else f" {held}"
     found = "" if row.total_gpus is None else f"{row.copies} x {row.gpus} = {row.total_gpus}"
-    return (
-        f"{row.gpus} x {asked.gpu}", asked.engine,
-        ", ".join(filter(None, (asked.parallel, asked.disaggregate, asked.speculate))), asked.precision or "as stored",
-        f"{row.users:,}", format_quantity(served.ttft_seconds[held], "s", 3),
-        format_quantity(served.tpot_seconds[held], "s", 3),
-        f"{served.tokens_per_second_per_user:.1f}", f"{served.output_tokens_per_second_per_gpu:,.0f}",
-        f"{row.probability:.0%}", found if row.per_hour is None else f"{found}, {row.per_hour:.2f}/h",
-    )  # fmt: skip
+    return {
+        "GPUs": f"{row.gpus} x {asked.gpu}",
+        "engine": asked.engine,
+        "parallel": ", ".join(filter(None, (asked.parallel, asked.disaggregate, asked.speculate))),
+        "precision": asked.precision or "as stored",
+        "users": f"{row.users:,}",
+        f"TTFT{name}": format_quantity(served.ttft_seconds[held], "s", 3),
+        f"TPOT{name}": format_quantity(served.tpot_seconds[held], "s", 3),
+        "tokens/s/user": f"{served.tokens_per_second_per_user:.1f}",
+        "tokens/s/GPU": f"{served.output_tokens_per_second_per_gpu:,.0f}",
+        "sure": f"{row.probability:.0%}",
+        "in all": found if row.per_hour is None else f"{found}, {row.per_hour:.2f}/h",
+    }
 
 
 def _table(plan: ServingPlan, rows: Sequence[PlanRow]) -> list[str]:
-    listed = [_columns(plan), *(_cells(plan, row) for row in rows)]
+    cells = [_cells(plan, row) for row in rows]
+    listed = [list(cells[0]), *(list(each.values()) for each in cells)] if cells else []
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed]
 
@@ -341,17 +342,17 @@ def start_command(row: PlanRow) -> str:
 
 def write_plan_page(plan: ServingPlan, path: Path) -> None:
     """Write the page; ``OutputError`` if it cannot be written."""
-    best, title = plan.best, f"Serving {plan.request.model or plan.request.model_config}"
+    best, cells = plan.best, [_cells(plan, row) for row in plan.rows]
     page = render(
         "e2e.serving/plan.html",
-        title=title,
-        answer="No setting holds the targets." if best is None else ", ".join(_cells(plan, best)),
+        title=f"Serving {plan.request.model or plan.request.model_config}",
+        answer="No setting holds the targets." if best is None else ", ".join(_cells(plan, best).values()),
         command="" if best is None else start_command(best),
         question=_targets(plan),
         frontier=inline_chart("Throughput per GPU against the speed of one user", lambda axes: _draw(axes, plan), 5.0),
-        columns=_columns(plan),
-        surpassing=[_cells(plan, each) for each in plan.frontier],
-        settings=[_cells(plan, each) for each in plan.rows],
+        columns=list(cells[0]) if cells else [],
+        surpassing=[list(_cells(plan, row).values()) for row in plan.frontier],
+        settings=[list(each.values()) for each in cells],
         refused=[(each,) for each in plan.refused],
     )
     write_page(path, page)
@@ -363,7 +364,7 @@ def _draw(axes: Any, plan: ServingPlan) -> None:
         rows = [row for row in plan.rows if row.request.gpu == gpu]
         for row in rows:
             (dot,) = axes.plot(*row.place, ".", color=colour, alpha=0.5)
-            set_tip(dot, ", ".join(_cells(plan, row)))
+            set_tip(dot, ", ".join(_cells(plan, row).values()))
         best = ServingPlan(plan.request, rows).frontier
         axes.plot(*zip(*(row.place for row in best), strict=True), color=colour, label=gpu)
     if plan.best:

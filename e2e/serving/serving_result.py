@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -125,10 +125,9 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     # Shares of the engine's time in the work of single tokens and of prompts.
     decoding = min(run.steps * decode.seconds / max(run.busy, 1e-12), 1.0)
     steps = ((decode, decoding), (prefill, 1 - decoding))
-    limits = _together(steps, lambda step: {
-        name: seconds / step.seconds for name, seconds in (*step.limits.items(), ("host", step.host_seconds))
-    })  # fmt: skip
-    coverage = _together(steps, lambda step: step.sources)
+    limits = _sums((name, share * seconds / step.seconds) for step, share in steps
+                   for name, seconds in (*step.limits.items(), ("host", step.host_seconds)))  # fmt: skip
+    coverage = _sums((name, share * part) for step, share in steps for name, part in step.sources.items())
     room = max(answer.room.tokens, 1)
     occupied = min(run.cached_seconds / max(run.busy, 1e-12) / room, 1.0)
     running = float((run.last - run.first).sum()) / max(float(run.last.max() - run.first.min()), 1e-12)
@@ -201,28 +200,21 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, prompts: Seque
     found = price.estimates(price.listed(sequences, context, prompts))
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
+    half = dense_peak(machine, "bfloat16") or math.inf
     arithmetic = moved = 0.0
-    # Errors within a family of kernels are the same, those of families independent.
-    below: dict[type, float] = defaultdict(float)
-    above: dict[type, float] = defaultdict(float)
-    parts: dict[str, float] = defaultdict(float)
-    limits: dict[str, float] = defaultdict(float)
-    sources: dict[str, float] = defaultdict(float)
-    for each, estimate in found:
-        operator, seconds = each.operator, each.count * estimate.seconds
-        peak = dense_peak(machine, getattr(operator, "dtype", "")) or dense_peak(machine, "bfloat16") or math.inf
+    for each, _ in found:
+        operator: Any = each.operator
+        peak = dense_peak(machine, getattr(operator, "dtype", "")) or half
         arithmetic += each.count * float(getattr(operator, "flops", 0)) / peak
         moved += each.count * float(getattr(operator, "read_bytes", 0) + getattr(operator, "write_bytes", 0))
-        below[type(operator)] += seconds - each.count * estimate.lower
-        above[type(operator)] += each.count * estimate.upper - seconds
-        parts[each.part] += seconds
-        limits[_limit(each, estimate)] += seconds
-        sources[estimate.source] += seconds / device
+    # Errors within a family of kernels are the same, those of families independent.
+    below = _sums((type(each.operator), each.count * (estimate.seconds - estimate.lower)) for each, estimate in found)
+    above = _sums((type(each.operator), each.count * (estimate.upper - estimate.seconds)) for each, estimate in found)
     return StepFigures(
         sequences, context, sum(each.queries for each in prompts), device + host, device, host,
-        parts=_sorted(parts),
-        limits=_sorted(limits),
-        sources=_sorted(sources),
+        parts=_sums((each.part, each.count * estimate.seconds) for each, estimate in found),
+        limits=_sums((_limit(each, estimate), each.count * estimate.seconds) for each, estimate in found),
+        sources=_sums((estimate.source, each.count * estimate.seconds / device) for each, estimate in found),
         bandwidth_share=moved / device / dram_bandwidth(machine),
         arithmetic_share=arithmetic / device,
         lower=1 - math.hypot(*below.values()) / device,
@@ -230,26 +222,18 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, prompts: Seque
     )  # fmt: skip
 
 
+def _sums(parts: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Sum of the values of each name, the largest first."""
+    sums: dict[Any, float] = defaultdict(float)
+    for name, value in parts:
+        sums[name] += value
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
 def _limit(each: Work, estimate: Estimate) -> str:
     if each.part in ("all-reduce", "all-to-all") or not hasattr(each.operator, "flops"):
         return "interconnect"
     return _LIMITS.get(estimate.bound, "memory bandwidth" if estimate.memory_bound else "kernel latency")
-
-
-def _sorted(shares: Mapping[str, float]) -> dict[str, float]:
-    """The largest first."""
-    return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
-
-
-def _together(
-    steps: Iterable[tuple[StepFigures, float]], shares: Callable[[StepFigures], Mapping[str, float]]
-) -> dict[str, float]:
-    """Mean of the ``shares`` of ``steps``, each of which has a share of the time; the largest first."""
-    sums: dict[str, float] = defaultdict(float)
-    for step, part in steps:
-        for name, share in shares(step).items():
-            sums[name] += part * share
-    return _sorted(sums)
 
 
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:

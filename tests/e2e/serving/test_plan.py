@@ -18,6 +18,9 @@ from e2e.serving.serving_request import ServingRequest
 _ASKED = {"model": "llama-3.2-1b", "gpus_of": "h100-sxm,l4", "gpus": "1", "workers": 1, "output_length": 32}
 
 
+_DRAFT = "tokens=2,acceptance=0.6"
+
+
 @pytest.fixture(scope="module")
 def plan() -> ServingPlan:
     return e2e.plan_serve(**_ASKED, concurrency=300, tpot="20ms", price="2")
@@ -76,6 +79,39 @@ def test_flags_start_the_setting(plan: ServingPlan, engine: str, words: tuple[st
     command = start_command(PlanRow(asked, plan.rows[0].served, 4, 7, 1.0))
     for each in words:
         assert each in command
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", ('"method": "mtp", "num_speculative_tokens": 1', "NixlConnector")),
+        ("sglang", ("--speculative-algorithm EAGLE", "--speculative-num-draft-tokens 2", "--disaggregation-mode")),
+        ("trtllm", ("decoding_type: MTP, num_nextn_predict_layers: 1", "cache_transceiver_config")),
+    ],
+)
+def test_flags_of_drafts_and_of_copies_apart(plan: ServingPlan, engine: str, words: tuple[str, ...]) -> None:
+    asked = ServingRequest(
+        model="deepseek-r1", gpu="h200-sxm", gpus=8, engine=engine, speculate="tokens=1,acceptance=0.8",
+        disaggregate="prefill=1,decode=1",
+    )  # fmt: skip
+    command = start_command(PlanRow(asked, plan.rows[0].served, 16, 64, 1.0))
+    for each in words:
+        assert each in command
+
+
+def test_a_high_percentile_is_harder_to_hold_than_the_mean() -> None:
+    asked = {**_ASKED, "gpus_of": "l4", "precision": "kv=bf16", "concurrency": 64, "ttft": "1s"}
+    mean, high = e2e.plan_serve(**asked), e2e.plan_serve(**asked, percentile="p99")
+    assert mean.best.copies < high.best.copies
+    # by the first burst, with which all users begin
+    assert high.best.served.ttft_seconds.p99 < 1.0 < mean.best.served.ttft_seconds.p99
+
+
+def test_a_plan_tries_drafts_and_copies_apart_if_they_are_named() -> None:
+    asked = {**_ASKED, "gpus_of": "h100-sxm", "precision": "kv=bf16", "concurrency": 4}
+    found = e2e.plan_serve(**asked, disaggregate="prefill=1,decode=2", speculate=f"{_DRAFT},draft=llama-3.2-1b")
+    ways = {(row.request.speculate != "", row.request.disaggregate, row.gpus) for row in found.rows}
+    assert ways == {(drafts, *split) for drafts in (False, True) for split in (("", 1), ("prefill=1,decode=2", 3))}
 
 
 def test_reports_say_the_same(plan: ServingPlan, tmp_path: Path) -> None:
