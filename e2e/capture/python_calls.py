@@ -2,7 +2,8 @@
 
 The host takes time for them that no operator has: modules and their hooks, wrappers of ranks (FSDP visits every
 parameter four times in a step), loops over parameters, collating of batches. Functions of this capture, and those that
-PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls.
+PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls, and those
+of imports. A first step calls functions that later ones do not, so they are counted where a step has run before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from torch.utils.data._utils import worker
 
+_MAIN = "__main__"
 _OWN = str(Path(__file__).parents[1])
 # Parts of PyTorch that find shapes of results or hand operators to a recorder, and what this capture uses itself.
 _OF_RECORDING = (
@@ -37,9 +39,13 @@ class CountsFunctions(Protocol):
 def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
     """Context in which ``recorder`` counts the functions that this thread calls."""
     counts: dict[str, bool] = {}
+    importing = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and recorder.enabled:
+        nonlocal importing
+        if event in ("call", "return") and frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] != _MAIN:
+            importing += 1 if event == "call" else -1
+        elif event == "call" and recorder.enabled and not importing:
             file = frame.f_code.co_filename
             if file not in counts:
                 own = file.startswith((_OWN, "<"))

@@ -285,8 +285,8 @@ class Recorder(TorchDispatchMode):
 
         # Number of operators called so far, recorded or not.
         self.called = 0
-        # Python functions called since the last record (:mod:`e2e.capture.python_calls`).
-        self.functions = 0
+        # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
+        self.functions, self.counting = 0, False
 
     # --- interface of the session ----------------------------------------------------------------
 

@@ -232,7 +232,8 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
             stack.enter_context(recorder.custom.noticed())
         stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(recorder)
-        stack.enter_context(counted_functions(recorder))
+        if recorder.counting:
+            stack.enter_context(counted_functions(recorder))
         yield
 
 
