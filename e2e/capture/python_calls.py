@@ -43,7 +43,11 @@ def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal importing
-        if event in ("call", "return") and frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] != _MAIN:
+        if (
+            event in ("call", "return")
+            and frame.f_code.co_name == "<module>"
+            and frame.f_globals.get("__name__") != _MAIN
+        ):
             importing += 1 if event == "call" else -1
         elif event == "call" and recorder.enabled and not importing:
             file = frame.f_code.co_filename
