@@ -112,7 +112,6 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
             "timm.models._builder": lambda module: _timm(module, note),
             "torchvision.models._api": lambda module: _torchvision(module, note),
             "safetensors.torch": lambda module: _safetensors(module, missing),
-            "torch.distributed.checkpoint.state_dict": _sharded_states,
             **{
                 f"{name}.utilities.load": lambda module: _lightning(module, missing)
                 for name in ("lightning.fabric", "lightning_fabric")
@@ -177,21 +176,6 @@ def _unless_missing(load_state_dict: Any) -> Any:
         return load_state_dict(self, state_dict, *args, **kwargs)
 
     return load
-
-
-def _sharded_states(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches of the functions that load a state into sharded modules and optimizers."""
-    for kind in ("model", "optimizer"):
-        yield module, f"set_{kind}_state_dict", _unless_missing_in(getattr(module, f"set_{kind}_state_dict"))
-
-
-def _unless_missing_in(load: Any) -> Any:
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, MissingState) for each in (*args, *kwargs.values())):
-            return torch.nn.modules.module._IncompatibleKeys([], [])
-        return load(*args, **kwargs)
-
-    return loaded
 
 
 def _hub_load(load: Any) -> Any:
