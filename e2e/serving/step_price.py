@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,14 +190,7 @@ class StepPrice:
 
     def priced(self, work: Iterable[Work]) -> float:
         """Seconds of ``work``."""
-        return sum(self.parts(work).values())
-
-    def parts(self, work: Iterable[Work]) -> dict[str, float]:
-        """Seconds of ``work`` by part."""
-        found: dict[str, float] = defaultdict(float)
-        for each, estimate in self.estimates(work):
-            found[each.part] += each.count * estimate.seconds
-        return dict(found)
+        return sum(each.count * estimate.seconds for each, estimate in self.estimates(work))
 
     def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
         """Each of ``work`` with the estimate of its operator, at the clock that all of it together allows."""
@@ -223,10 +216,6 @@ class _ExactPrice(StepPrice):
     def __init__(self, price: StepPrice) -> None:
         self.__dict__.update(price.__dict__)
 
-    def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
-        """Price the kernels of all ``steps`` at once."""
-        self._learn([work.operator for each in steps for work in self.listed(*each)])
-
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         if graph and rows <= self.engine.graph_sequences * self.copies:
             return super().rows_seconds(rows, graph)
@@ -243,29 +232,20 @@ class _ExactPrice(StepPrice):
         return whole * -(-len(prompts) // self.copies) / len(prompts)
 
 
-@dataclass(frozen=True)
-class TableError:
-    """Relative error of tabulated steps against steps that are priced one by one."""
-
-    median: float
-    largest: float
-    steps: int
-
-
 def table_error(
     price: StepPrice, sequences: int, contexts: tuple[int, int], prompt: int, steps: int = 12
-) -> TableError:
-    """Error over drawn steps of 1 to ``sequences`` sequences with ``contexts``, every third one beside a part of a
-    ``prompt``.
+) -> tuple[float, float]:
+    """Median and largest relative error of tabulated steps against steps that are priced one by one: drawn ones of 1 to
+    ``sequences`` sequences with ``contexts``, every third one beside a part of a ``prompt``.
     """
     exact, drawn, asked = _ExactPrice(price), np.random.default_rng(5), []
     for each in range(steps):
         step = int(drawn.integers(1, sequences + 1)), int(drawn.integers(contexts[0], contexts[1] + 1))
         tokens = int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)) if each % 3 == 2 else 0
         asked.append((*step, [Prompt(tokens)] if tokens else []))
-    exact.prepare(asked)
+    exact._learn([work.operator for each in asked for work in exact.listed(*each)])  # all at once
     found = [abs(price.step_seconds(*each) / exact.step_seconds(*each) - 1) for each in asked]
-    return TableError(float(np.median(found)), max(found), steps)
+    return float(np.median(found)), max(found)
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:

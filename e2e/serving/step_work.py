@@ -16,8 +16,8 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
 from costmodel.operators.experts import ExpertLayer
 from costmodel.operators.layers import STORED_BITS
+from e2e.capture.models.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 from e2e.serving.deployment import Deployment
-from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 
 # Kernels of sampling beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
 _SAMPLING, _INPUTS = 4, 3
@@ -52,7 +52,7 @@ class StepWork:
         self.precision, self.engine = deployment.precision, deployment.engine
         self.architecture = deployment.cluster.machine.chip().architecture
         self.rates = deployment.cluster.machine.compute
-        self.mixture = self.model.expert_parameters > 0
+        self.mixture = self.model.has_experts
 
     def own_rows(self, own: int) -> Iterator[Work]:
         """Work of the attention layers for the ``own`` rows of a rank, without attention itself."""

@@ -184,8 +184,7 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
 
     asked = row.request
     key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
-    answer = serve(asked, _TABLES.get(key))
-    _TABLES[key] = answer.price
+    answer = serve(asked, _TABLES.setdefault(key, {}))
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
     values = {
@@ -198,10 +197,10 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
     }
     if row.request.requests is not None:
         return values, {}  # seconds of single batches, not means of runs
-    from e2e.serving.serving_result import latency_intervals
+    from e2e.serving.serving_result import serving_result
 
-    first, token = latency_intervals(answer)
-    return values, {"ttft": first, "tpot": token}
+    found = serving_result(answer, with_table_error=False)
+    return values, {"ttft": found.ttft_interval_seconds, "tpot": found.tpot_interval_seconds}
 
 
 @dataclass(frozen=True)
