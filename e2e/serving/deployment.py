@@ -197,17 +197,14 @@ class Deployment:
         """Raise ``InputError`` if the ranks cannot share the model."""
         parallel = self.parallel
         for layer, _ in self.model.layers:
-            heads = getattr(layer.mixer, "heads", 0)
+            heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
             if heads % parallel.attention_tp:
                 raise InputError(
                     f"--parallel tp={parallel.tp}: {heads} heads of attention do not divide by "
                     f"{parallel.attention_tp} ranks"
                 )
-        for layer, _ in self.model.layers:
-            if isinstance(layer.block, Experts) and layer.block.count % parallel.ep:
-                raise InputError(
-                    f"--parallel ep={parallel.ep}: {layer.block.count} experts do not divide by so many ranks"
-                )
+            if experts % parallel.ep:
+                raise InputError(f"--parallel ep={parallel.ep}: {experts} experts do not divide by so many ranks")
         if self.model.depth < parallel.pp:
             raise InputError(f"--parallel pp={parallel.pp}: {self.model.name} has {self.model.depth} layers")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import read_text
@@ -22,17 +22,17 @@ MOONCAKE_BLOCK = 512
 _Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
+def _instant(text: str) -> float:
+    moment = datetime.fromisoformat(str(text).strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
 class _Azure(BaseModel):
     """Row of Azure's LLM inference traces (2023, 2024), CSV."""
 
-    when: datetime = Field(alias="TIMESTAMP")
+    seconds: Annotated[float, BeforeValidator(_instant)] = Field(alias="TIMESTAMP")
     prompt: _Tokens = Field(alias="ContextTokens")
     output: _Tokens = Field(alias="GeneratedTokens")
-
-    @property
-    def seconds(self) -> float:
-        """Time of arrival."""
-        return (self.when if self.when.tzinfo else self.when.replace(tzinfo=UTC)).timestamp()
 
 
 class _BurstGpt(BaseModel):
@@ -46,16 +46,11 @@ class _BurstGpt(BaseModel):
 class _Mooncake(BaseModel):
     """Line of Mooncake's traces, JSON; ``prefix``: one identity per block of 512 tokens, equal for equal prefixes."""
 
-    milliseconds: FiniteFloat = Field(alias="timestamp")
+    seconds: Annotated[FiniteFloat, AfterValidator(lambda milliseconds: milliseconds / 1e3)] = Field(alias="timestamp")
     prompt: _Tokens = Field(alias="input_length")
     output: _Tokens = Field(alias="output_length")
     prefix: tuple[int, ...] | None = Field(None, alias="hash_ids")
     priority: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Time of arrival."""
-        return self.milliseconds / 1e3
 
 
 # Seconds, tokens of prompt and output, prefix, priority.
