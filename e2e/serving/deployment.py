@@ -183,7 +183,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    routing: ExpertRouting | None  # None: every token draws its experts, all equally likely
+    routing: ExpertRouting
     speculation: Speculation | None = None
 
     @property

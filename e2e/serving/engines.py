@@ -24,6 +24,9 @@ Schedule = Literal["mixed", "prefill-first", "whole-prompts"]
 # the running ones leave room by an estimate of their outputs; ``no-evict``: those that can reach their ends. With the
 # first two, sequences are preempted when the cache is full.
 Admission = Literal["prompt", "estimate", "no-evict"]
+# Of which models all-reduce, residual and norm are one kernel: of all on datacenter Blackwell alone, of mixtures on all
+# GPUs too, of all.
+Fused = Literal["none", "blackwell", "mixtures", "all"]
 FILE = Path(__file__).with_name("engines.yaml")
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 _Seconds = Annotated[float, Quantity("s", above_zero=False, most=60)]
@@ -54,12 +57,16 @@ class Engine:
     experts: ExpertKernel
     all_reduce: str
     fuses_casts: bool  # casts to 8 bits are part of the kernel before
-    fuses_norms: bool  # all-reduce, residual and norm are one kernel
+    fuses_norms: Fused
     server: _Seconds  # seconds before the first token: HTTP, tokeniser, queues between processes
     step: _Seconds  # seconds of the host per step
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
+    # Shared experts are computed by the kernel of the others.
+    fuses_shared: bool = False
+    # The token budget is of all copies of the attention together; else each has it.
+    shares_budget: bool = False
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12
     band_ttft: float = 1.65

@@ -146,7 +146,7 @@ def deployment_of(request: ServingRequest) -> Deployment:
         engine_named(request.engine, request.engine_options),
         parallel,
         read_precision(request.precision, model, cluster.machine),
-        None if request.routing == "drawn" else parse_routing(request.routing),
+        parse_routing(request.routing),
         read_speculation(request.speculate, model),
     )
     deployment.check()

@@ -83,8 +83,8 @@ class ServingRequest(ServedLoad):
     panel: ClassVar[str] = _GPUS
 
     routing: str = option(
-        "Tokens of each expert: power-law=1.01 (default, as trained routers), drawn (all alike), balanced.",
-        "power-law=1.01", panel=_MODEL,
+        "Tokens of each expert: drawn=1 (default: by popularity; 0: all alike), power-law=1.01, balanced.",
+        "drawn=1", panel=_MODEL,
     )  # fmt: skip
     gpu: str = option("GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", "")
     gpus: int = option("Number of GPUs of one copy of the model.", 1, least=1)
@@ -129,8 +129,7 @@ class ServingRequest(ServedLoad):
                 raise InputError("--duration: is for --rate and traces; with users give the number of --requests")
             if self.count > MOST_REQUESTS:
                 raise InputError(f"--duration: {self.count:,} requests arrive; at most {MOST_REQUESTS:,} are taken")
-        if self.routing != "drawn":
-            parse_routing(self.routing)
+        parse_routing(self.routing)
 
     @property
     def trace(self) -> Path | None:

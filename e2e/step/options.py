@@ -170,7 +170,7 @@ def named_counts(option: str, text: str, known: Collection[str]) -> dict[str, in
     return found
 
 
-ROUTING_FIELDS = {"power-law": "alpha", "capacity": "capacity"}
+ROUTING_FIELDS = {"power-law": "alpha", "capacity": "capacity", "drawn": "spread"}
 
 
 def routing_text(routing: ExpertRouting) -> str:
@@ -190,13 +190,14 @@ def parse_routing(text: str) -> ExpertRouting:
             continue
         if name not in ROUTING_FIELDS or not separator:
             raise InputError(
-                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25; write one of these"
+                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, drawn=1, capacity=1.25; write one of"
+                " these"
             )
         try:
             value = float(number)
         except ValueError:
             raise InputError(f"--routing {text!r}: {name}={number} is no number; write such as {name}=1.25") from None
-        if not 0 < value < float("inf"):
+        if not 0 < value < float("inf") and not (name == "drawn" and value == 0):
             raise InputError(f"--routing {text!r}: {name} must be more than 0")
         if ROUTING_FIELDS[name] in values:
             raise InputError(f"--routing {text!r}: {name} is given twice; leave one out")
