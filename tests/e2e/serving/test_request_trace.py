@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.serving.request_trace import read_trace
+from e2e.serving.workload import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
