@@ -56,6 +56,8 @@ class Engine:
     sequence: float
     launch: float
     version: str = ""
+    # Tokens of a step beside one prompt and one for each user, where a recipe sets the budget so; 0: ``token_budget``.
+    beside_prompt: int = 0
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12
     band_ttft: float = 1.65
@@ -82,6 +84,13 @@ def engine_named(text: str) -> Engine:
             values |= changed
     values |= {key: parse_quantity(values[key], "s") for key in _SECONDS}
     return replace(Engine(name=name, **values), version=version)
+
+
+def as_started(engine: Engine, prompt: int, users: int) -> Engine:
+    """``engine`` as it is started for prompts of so many tokens from so many users."""
+    if not engine.beside_prompt:
+        return engine
+    return replace(engine, token_budget=prompt + engine.beside_prompt + users)
 
 
 def version_key(text: object) -> tuple[int, ...]:

@@ -65,8 +65,10 @@ def _serve(
     """
     left, position, listed = len(numbers), 0, numbers.tolist()
     arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
-    # Heap of the times at which clients send; in a closed loop all start at once.
-    sends = [0.0] * min(concurrency, left) if arrivals is None else arrivals
+    # Heap of the times at which requests reach the engine: the server takes its time first. In a closed loop all clients
+    # start at once.
+    server = replicas[0].engine.server
+    sends = [server] * min(concurrency, left) if arrivals is None else [each + server for each in arrivals]
     handed: list[tuple[float, int]] = []
     sent, inputs, outputs = replicas[0].run.sent, load.inputs.tolist(), load.outputs.tolist()
     decoding = decoders.replicas if decoders else ()
@@ -84,7 +86,7 @@ def _serve(
                 number = listed[position]
                 position += 1
                 heapq.heappop(sends)
-                sent[number] = when
+                sent[number] = when - server
                 each = _sequence(load, number, inputs[number], outputs[number] - 1)
                 if decoders:
                     each.left = 0
@@ -102,7 +104,7 @@ def _serve(
                 continue
             left -= 1
             if arrivals is None and position + len(sends) < len(listed):
-                heapq.heappush(sends, earliest.now)
+                heapq.heappush(sends, earliest.now + server)
         earliest.ended.clear()
 
 

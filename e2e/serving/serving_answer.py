@@ -16,7 +16,7 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.capture.models.configurations import served, with_defaults
 from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.deployment import Deployment, Disaggregation, read_disaggregation, read_parallel, read_precision
-from e2e.serving.engines import engine_named, with_engine_options
+from e2e.serving.engines import as_started, engine_named, with_engine_options
 from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.replicas import Decoders, serve_workload
 from e2e.serving.request_trace import read_trace
@@ -62,7 +62,7 @@ class ServingAnswer:
     @property
     def ttft_seconds(self) -> np.ndarray:
         """Seconds to the first token of every request."""
-        return self.run.first - self.run.sent + self.deployment.engine.server
+        return self.run.first - self.run.sent
 
     @property
     def tpot_seconds(self) -> np.ndarray:
@@ -129,10 +129,11 @@ def deployment_of(request: ServingRequest) -> Deployment:
     cluster = load_cluster(request.gpu, parallel.gpus)
     if cluster.machine.chip().architecture in _BEFORE_AMPERE:
         raise InputError(f"--gpu {request.gpu}: engines' kernels are known for Ampere and later GPUs")
+    engine = as_started(engine_named(request.engine), request.input_length, request.concurrency or 0)
     deployment = Deployment(
         model,
         cluster,
-        with_engine_options(engine_named(request.engine), request.engine_options),
+        with_engine_options(engine, request.engine_options),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         None if request.routing == "drawn" else parse_routing(request.routing),

@@ -121,7 +121,7 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
     ttft, tpot = answer.ttft_seconds, answer.tpot_seconds
     whole = ttft + run.last - run.first
     several = load.outputs > 1
-    seconds = float(run.last.max() - run.sent.min()) + answer.deployment.engine.server
+    seconds = float(run.last.max() - run.sent.min())
     decode, prefill = decode_figures(answer), prefill_figures(answer)
     # Shares of the engine's time in the work of single tokens and of prompts.
     decoding = min(run.steps * decode.seconds / max(run.busy, 1e-12), 1.0)
