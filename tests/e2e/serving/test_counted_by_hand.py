@@ -53,6 +53,14 @@ def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     assert seconds(0.0, 1e-4, 2) - seconds(0.0, 0.0, 2) == pytest.approx(26e-4)
 
 
+@pytest.mark.parametrize("engine", ["vllm=0.12.0", "sglang=0.5.6.post2", "trtllm=1.0.0rc3"])
+def test_a_recipe_gives_a_step_one_prompt_and_a_token_for_every_user(engine: str):
+    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", engine=engine, input_length=2048, concurrency=64)
+    assert deployment_of(asked).engine.token_budget == 2048 + 1500 + 64
+    assert deployment_of(replace(asked, engine_options="token-budget=4096")).engine.token_budget == 4096
+    assert deployment_of(replace(asked, engine=engine.split("=")[0])).engine.token_budget == 8192
+
+
 def test_intervals_hold_at_least_the_band_of_the_engine():
     asked = {"model": "llama-3.1-8b", "gpu": "h100-sxm", "concurrency": 8, "requests": 16, "output_length": 32}
     engine = deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")).engine

@@ -45,7 +45,7 @@ def _served(
 def _scheduler(
     run: ServedRun, room: int, engine: str = "vllm", prefixes: PrefixCache | None = None, **changes: object
 ) -> Scheduler:
-    price = _ToyPrice(replace(engine_named(engine), **changes))  # type: ignore[arg-type]
+    price = _ToyPrice(replace(engine_named(engine), **{"server": 0.0, **changes}))  # type: ignore[arg-type]
     return Scheduler(cast("StepPrice", price), room, run, prefixes)
 
 
@@ -54,6 +54,14 @@ def test_one_request_takes_its_prompt_and_its_tokens() -> None:
     assert run.first[0] == pytest.approx(2.0)
     assert run.last[0] == pytest.approx(12.0)
     assert run.steps == 10
+
+
+def test_a_client_sends_again_when_the_answer_is_there_and_the_server_takes_its_time() -> None:
+    run = _served(closed_loop(100, 11, 1, 2), server=0.5)
+    # 0.5 s server, 2 s prompt, 10 tokens, then the same again.
+    assert run.sent.tolist() == [0.0, 12.5]
+    assert run.first.tolist() == [2.5, 15.0]
+    assert run.last.tolist() == [12.5, 25.0]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
