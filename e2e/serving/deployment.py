@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -12,7 +13,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from costmodel.operators.layers import STORED_BITS
 from e2e.serving.engines import Engine
-from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
+from e2e.serving.served_model import Experts, LatentAttention, LinearMixer, ServedModel, SoftmaxAttention
 from e2e.serving.speculation import Speculation
 from e2e.step.options import Precision
 
@@ -213,14 +214,33 @@ class Deployment:
         return found / parallel.pp + self.model.embedding_parameters * 2 / parallel.tp
 
     def cache_bytes(self) -> float:
-        """Bytes of one token in the cache of the fullest rank, windows not counted."""
-        parallel = self.parallel
+        """Bytes of one token in the cache of the fullest rank, windows and states not counted."""
+        found = 0
+        for layer, count in self.model.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, LatentAttention):
+                found += count * mixer.cache_elements
+            elif isinstance(mixer, SoftmaxAttention) and not mixer.window:
+                found += count * self._kept(mixer)
+        return found * CACHE_BITS[self.precision.kv] / 8 / self.parallel.pp
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens whose cache is as large as what a sequence holds whatever its length: windows, and the states of
+        linear attention.
+        """
         found = 0.0
         for layer, count in self.model.layers:
             mixer = layer.mixer
-            if isinstance(mixer, SoftmaxAttention) and not mixer.window:
-                kept = max(mixer.kv_heads // parallel.attention_tp, 1)
-                found += count * 2 * kept * mixer.head_dim
-            elif isinstance(mixer, LatentAttention):
-                found += count * mixer.cache_elements
-        return found * CACHE_BITS[self.precision.kv] / 8 / parallel.pp
+            if isinstance(mixer, LinearMixer):
+                # In FP32; the last inputs of the convolution in 16 bits.
+                states = mixer.value_heads * mixer.key_dim * mixer.value_dim * 4
+                inputs = (mixer.convolution - 1) * mixer.channels * 2
+                found += count * (states + inputs) / self.parallel.attention_tp
+            elif isinstance(mixer, SoftmaxAttention) and mixer.window:
+                found += count * mixer.window * self._kept(mixer) * CACHE_BITS[self.precision.kv] / 8
+        return math.ceil(found / self.parallel.pp / self.cache_bytes()) if found and self.cache_bytes() else 0
+
+    def _kept(self, mixer: SoftmaxAttention) -> int:
+        """Elements of one token in the cache of a rank."""
+        return 2 * max(mixer.kv_heads // self.parallel.attention_tp, 1) * mixer.head_dim

@@ -41,6 +41,18 @@ def test_a_token_of_the_cache_has_keys_and_values_of_every_layer():
     assert deployment_of(replace(asked, precision="")).cache_bytes() == 2 * 32 * 2 * 8 * 128
 
 
+def test_windows_and_states_are_held_once_for_a_sequence():
+    def asked(model: str) -> int:
+        return deployment_of(ServingRequest(model=model, gpu="h200-sxm", gpus=4)).sequence_tokens
+
+    assert asked("llama-3.1-8b") == 0
+    assert asked("gpt-oss-120b") == 128  # every other layer sees 128 tokens
+    # 36 layers with 32 states of 128 x 128 in FP32 and three inputs of 8,192 channels, on 4 ranks; 12 with one head of
+    # 256 on every rank.
+    states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4
+    assert asked("qwen3-next-80b-a3b") == -(-states // (12 * 2 * 256 * 2))
+
+
 def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     price = StepPrice(deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")))
 

@@ -22,6 +22,7 @@ class _ToyPrice:
 
     engine: Engine
     tokens_per_step: float = 1.0
+    sequence_tokens: int = 0
 
     def step_seconds(self, sequences: int, context: float, prompts: tuple = ()) -> float:
         return 1.0 + 0.01 * sum(each.queries for each in prompts)
@@ -80,6 +81,14 @@ def test_no_eviction_waits_for_room_for_the_whole_request() -> None:
     load = closed_loop(100, 50, 2, 2)
     assert _served(load, 299, "trtllm").first[1] > _served(load, 299, "trtllm").last[0] - 1e-9
     assert _served(load, 300, "trtllm").first[1] == _served(load, 300, "trtllm").first[0]
+
+
+def test_a_sequence_takes_room_for_its_state() -> None:
+    run = ServedRun.of(2)
+    price = _ToyPrice(replace(engine_named("trtllm"), server=0.0), sequence_tokens=20)
+    serve_workload(closed_loop(100, 50, 2, 2), [Scheduler(cast("StepPrice", price), 339, run)])
+    assert run.first[1] > run.last[0]
+    assert run.most_cached == 100 + 50 + 20 - 1  # before its last token
 
 
 def test_the_latest_sequence_is_preempted_and_computed_again() -> None:
