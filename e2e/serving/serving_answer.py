@@ -62,6 +62,11 @@ class ServingAnswer:
         return cache_room(self.deployment)
 
     @property
+    def most_sequences(self) -> int:
+        """Most sequences of a copy at once: each copy of the attention has its own."""
+        return self.deployment.engine.sequences * self.deployment.parallel.attention_dp
+
+    @property
     def gpus(self) -> int:
         """GPUs of all copies."""
         return self.split.gpus if self.request.disaggregate else self.request.gpus * self.request.replicas

@@ -67,7 +67,7 @@ def test_the_answer_of_a_setting_is_that_of_serve(plan: ServingPlan) -> None:
     ("engine", "words"),
     [
         ("vllm", ("vllm serve llama-3.2-1b", "--data-parallel-size 2", "--max-num-seqs 7", "--kv-cache-dtype fp8")),
-        ("sglang", ("--enable-dp-attention", "--max-running-requests 7", "--quantization fp8")),
+        ("sglang", ("--enable-dp-attention", "--max-running-requests 14", "--quantization fp8")),
         ("trtllm", ("--tp_size 4", "--max_batch_size 7", "enable_attention_dp: true; kv_cache_config: {dtype: fp8}")),
     ],
 )
