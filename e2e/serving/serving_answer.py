@@ -79,7 +79,7 @@ class ServingAnswer:
     @property
     def ttft_seconds(self) -> np.ndarray:
         """Seconds to the first token of every request."""
-        return self.run.first - self.run.sent + self.deployment.engine.server
+        return self.run.first - self.run.sent
 
     @property
     def tpot_seconds(self) -> np.ndarray:
@@ -147,7 +147,7 @@ def deployment_of(request: ServingRequest) -> Deployment:
     deployment = Deployment(
         model,
         cluster,
-        engine_named(request.engine, request.engine_options),
+        engine_named(request.engine, request.engine_options, request.input_length, request.concurrency or 0),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         parse_routing(request.routing),
