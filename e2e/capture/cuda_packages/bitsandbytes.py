@@ -191,8 +191,8 @@ def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, st
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         note(
-            "states of a paged optimizer are counted as memory of the GPU: PyTorch's own peak leaves them out, and what "
-            "does not fit moves to the host and back in every step, which is not priced"
+            "states of a paged optimizer are counted as memory of the GPU: PyTorch's own peak leaves them out, and what"
+            " does not fit moves to the host and back in every step, which is not priced"
         )
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
