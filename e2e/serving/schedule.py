@@ -102,9 +102,11 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
+        self.copies = price.copies  # of the attention, with a budget and sequences each
         self.number = len(run.busy_seconds)
         run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
+        self.beside = price.sequence_tokens  # tokens of the cache that a sequence takes beside its own
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
         self.waiting: list[tuple[tuple[int, int], ServedSequence]] = []
@@ -147,13 +149,15 @@ class Scheduler:
     def cached(self) -> float:
         """Tokens that the admitted sequences hold in the cache."""
         found = self.filled + self.contexts + self.ticks * self.yielded * len(self.running)
+        found += self.beside * self.admitted
         return found if self.prefixes is None else found - self.shared + self.prefixes.held_tokens
 
     def _prompts(self) -> list[tuple[ServedSequence, int]]:
         """Prompts of the next step, with the number of their tokens that it computes."""
         engine = self.engine
         whole = engine.schedule == "whole-prompts"
-        budget = engine.token_budget - (0 if engine.schedule == "prefill-first" else len(self.running))
+        budget = engine.token_budget * (1 if engine.shares_budget else self.copies)
+        budget -= 0 if engine.schedule == "prefill-first" else len(self.running)
         found: list[tuple[ServedSequence, int]] = []
         while budget > 0:
             if self.filling and (not found or found[-1][0] is not self.filling[-1]):
@@ -190,17 +194,21 @@ class Scheduler:
         if not active:
             return True
         each, room, policy = self.waiting[0][1], self.room, self.engine.admission
-        if active >= self.engine.sequences or self.full:
+        if active >= self.engine.sequences * self.copies or self.full:
             return False
         if policy == "no-evict":
-            return self.promised + each.prompt + each.left + 1 <= room
-        needed = self.cached() + each.prompt
+            return self.promised + self._whole(each) <= room
+        needed = self.cached() + each.prompt + self.beside
         if self.prefixes is not None:
             needed -= self.prefixes.held(each.prefix)
         if policy == "estimate":
             running = (self.ends - self.ticks * len(self.running)) * self.yielded
             needed += min(each.left + 1, _CLIP) + self.coming + self.reserved * running
         return needed <= room
+
+    def _whole(self, each: ServedSequence) -> int:
+        """Tokens that ``each`` holds at its end."""
+        return each.prompt + each.left + 1 + self.beside
 
     def _admit(self, each: ServedSequence) -> None:
         if self.prefixes is not None and each.prefix:
@@ -210,7 +218,7 @@ class Scheduler:
             self.shared += each.shared
             self.run.prefix_hits += each.done
         self.admitted += 1
-        self.promised += each.prompt + each.left + 1
+        self.promised += self._whole(each)
         self.filled += each.prompt
         self.coming += min(each.left + 1, _CLIP)
         self.run.prompt_tokens += each.prompt
@@ -262,7 +270,7 @@ class Scheduler:
     def _leave(self, each: ServedSequence) -> None:
         """Free what ``each`` holds in the cache."""
         self.admitted -= 1
-        self.promised -= each.prompt + each.left + 1
+        self.promised -= self._whole(each)
         if self.prefixes is not None:
             self.prefixes.release(each.prefix)
             self.shared -= each.shared

@@ -41,6 +41,18 @@ def test_a_token_of_the_cache_has_keys_and_values_of_every_layer():
     assert deployment_of(replace(asked, precision="")).cache_bytes() == 2 * 32 * 2 * 8 * 128
 
 
+def test_windows_and_states_are_held_once_for_a_sequence():
+    def asked(model: str) -> int:
+        return deployment_of(ServingRequest(model=model, gpu="h200-sxm", gpus=4)).sequence_tokens
+
+    assert asked("llama-3.1-8b") == 0
+    assert asked("gpt-oss-120b") == 128  # every other layer sees 128 tokens
+    # 36 layers with 32 states of 128 x 128 in FP32 and three inputs of 8,192 channels, on 4 ranks; 12 with one head of
+    # 256 on every rank.
+    states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4
+    assert asked("qwen3-next-80b-a3b") == -(-states // (12 * 2 * 256 * 2))
+
+
 def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     price = StepPrice(deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")))
 
@@ -51,6 +63,56 @@ def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     assert seconds(2e-3, 0.0) - seconds(0.0, 0.0) == pytest.approx(2e-3)
     assert seconds(0.0, 1e-4) - seconds(0.0, 0.0) == pytest.approx(24e-4)
     assert seconds(0.0, 1e-4, 2) - seconds(0.0, 0.0, 2) == pytest.approx(26e-4)
+
+
+def test_copies_of_the_attention_have_hosts_of_their_own():
+    asked = ServingRequest(model="deepseek-r1", gpu="h200-sxm", gpus=8, parallel="tp=8,ep=8,dp-attention=8")
+    price = StepPrice(deployment_of(asked))
+    slow = price.with_engine(replace(price.engine, sequence=price.engine.sequence + 1e-4))
+    added = slow.step_seconds(24, 500, [Prompt(128)]) - price.step_seconds(24, 500, [Prompt(128)])
+    assert added == pytest.approx(4e-4), "three sequences and a prompt on the busiest rank"
+
+
+def _parts(prompt: int = 0, **asked: object) -> dict[str, float]:
+    """How often a step of 4 sequences runs kernels of each part."""
+    price = StepPrice(deployment_of(ServingRequest(**asked)))  # type: ignore[arg-type]
+    found: dict[str, float] = {}
+    for each in price.listed(4, 500, [Prompt(prompt)] if prompt else ()):
+        found[each.part] = found.get(each.part, 0) + each.count
+    return found
+
+
+def test_tables_of_attention_hold_what_they_were_timed_with():
+    vllm, sglang, trtllm = (
+        _parts(model="llama-3.1-8b", gpu="h100-sxm", engine=each) for each in ("vllm", "sglang", "trtllm")
+    )
+    assert (vllm["rotary"], vllm["cache write"]) == (32, 32)
+    assert (sglang["rotary"], "cache write" in sglang) == (32, False)
+    assert not {"rotary", "cache write"} & set(trtllm)
+
+
+def test_shared_experts_are_one_of_sglangs_experts():
+    """DeepSeek-R1: 3 dense layers and 58 of 256 experts and a shared one; two products of a feed-forward block."""
+    asked = {"model": "deepseek-r1", "gpu": "h200-sxm", "gpus": 8}
+    assert _parts(engine="sglang=0.5.9", **asked)["feed-forward"] == 3 * 2
+    assert _parts(engine="vllm", **asked)["feed-forward"] == 61 * 2
+    work = StepPrice(deployment_of(ServingRequest(engine="sglang", **asked))).work  # type: ignore[arg-type]
+    (layer,) = {each.operator for each in work.rows(4, 4) if each.part == "experts"}
+    assert (len(layer.counts), layer.counts[-1]) == (257, 4)
+
+
+def test_norms_are_part_of_the_all_reduces_of_mixtures_from_sglang_0_5_9():
+    asked = {"model": "qwen3-235b", "gpu": "h200-sxm", "gpus": 4}
+    before, since = (_parts(engine=f"sglang={version}", **asked)["norm"] for version in ("0.5.6", "0.5.9"))
+    assert before - since == 2 * 94
+
+
+@pytest.mark.parametrize("engine", ["vllm=0.12.0", "sglang=0.5.6.post2", "trtllm=1.0.0rc3"])
+def test_a_recipe_gives_a_step_one_prompt_and_a_token_for_every_user(engine: str):
+    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", engine=engine, input_length=2048, concurrency=64)
+    assert deployment_of(asked).engine.token_budget == 2048 + 1500 + 64
+    assert deployment_of(replace(asked, engine_options="token-budget=4096")).engine.token_budget == 4096
+    assert deployment_of(replace(asked, engine=engine.split("=")[0])).engine.token_budget == 8192
 
 
 def test_intervals_hold_at_least_the_band_of_the_engine():
