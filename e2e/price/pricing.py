@@ -47,9 +47,9 @@ TENSOR_SECONDS = 0.5 * 75e-6 / RECORDED_TENSORS
 # an estimate. PyTorch 2.13 took 0.14 to 0.15 us, whatever the type, on a busy core of a Xeon with AVX-512.
 NUMBER_SECONDS = 0.1e-6
 # Least seconds per Python function called between two operators, or half a function in C, on the hosts of the shared
-# table: gaps before calls of modules in ``traces/resnet50_V100``, 68.8 us in all for 53: 13.3 us before ``conv2d`` (10),
-# 12.0 ``batch_norm`` (15), 13.4 ``add_`` (10), 8.0 ``relu_`` (6), 10.2 ``linear`` (7), 11.9 ``max_pool2d`` (5). On a
-# Xeon with PyTorch 2.13 modules take 0.25 us, FSDP's hooks 0.4.
+# table: gaps before calls of modules in ``traces/resnet50_V100``, 68.8 us in all for 53: 13.3 us before ``conv2d``
+# (10), 12.0 ``batch_norm`` (15), 13.4 ``add_`` (10), 8.0 ``relu_`` (6), 10.2 ``linear`` (7), 11.9 ``max_pool2d`` (5).
+# On a Xeon with PyTorch 2.13 modules take 0.25 us, FSDP's hooks 0.4.
 FUNCTION_SECONDS = 1.3e-6
 
 
