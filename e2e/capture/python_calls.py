@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch.utils.data._utils import worker
 
 _MAIN = "__main__"
-# A function in C, such as one that sets an attribute, counts as two: so modules and FSDP's hooks agree best on one host.
+# A function in C, such as one that sets an attribute, counts as two: so modules and FSDP's hooks agree best.
 _WEIGHTS = {"call": 1, "c_call": 2}
 _OWN = str(Path(__file__).parents[1])
 # Parts of PyTorch that find shapes of results or hand operators to a recorder, and what this capture uses itself.
