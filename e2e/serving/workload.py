@@ -83,10 +83,3 @@ def with_prefixes(load: Workload, length: int, share: float, groups: int) -> Wor
     own = [range(-end, -end + tokens // length) for end, tokens in zip(ends, load.inputs.tolist(), strict=True)]
     prefixes = [tuple(each) if group < 0 else (group, *each[1:]) for group, each in zip(chosen, own, strict=True)]
     return replace(load, prefixes=prefixes, prefix_block=length)
-
-
-def weighted_quantiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Values below which the ``shares`` of all weights lie."""
-    order = np.argsort(values)
-    ordered, total = np.asarray(values)[order], np.cumsum(np.asarray(weights)[order])
-    return [float(ordered[min(np.searchsorted(total, share * total[-1]), len(ordered) - 1)]) for share in shares]
