@@ -198,17 +198,14 @@ class Deployment:
         """Raise ``InputError`` if the ranks cannot share the model."""
         parallel = self.parallel
         for layer, _ in self.model.layers:
-            heads = getattr(layer.mixer, "heads", 0)
+            heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
             if heads % parallel.attention_tp:
                 raise InputError(
                     f"--parallel tp={parallel.tp}: {heads} heads of attention do not divide by "
                     f"{parallel.attention_tp} ranks"
                 )
-        for layer, _ in self.model.layers:
-            if isinstance(layer.block, Experts) and layer.block.count % parallel.ep:
-                raise InputError(
-                    f"--parallel ep={parallel.ep}: {layer.block.count} experts do not divide by so many ranks"
-                )
+            if experts % parallel.ep:
+                raise InputError(f"--parallel ep={parallel.ep}: {experts} experts do not divide by so many ranks")
         if self.model.depth < parallel.pp:
             raise InputError(f"--parallel pp={parallel.pp}: {self.model.name} has {self.model.depth} layers")
 
@@ -239,6 +236,6 @@ class Deployment:
         """Tokens whose cache is as large as what a sequence holds whatever its length: windows, and the states of
         linear attention.
         """
-        ranks, element = self.parallel.attention_tp, CACHE_BITS[self.precision.kv] / 8
-        held = sum(count * layer.mixer.held_bytes(ranks, element) for layer, count in self.model.layers)
-        return math.ceil(held / self.parallel.pp / self.cache_bytes()) if held and self.cache_bytes() else 0
+        ranks, bits, each = self.parallel.attention_tp, CACHE_BITS[self.precision.kv], self.cache_bytes()
+        found = sum(count * layer.mixer.held_bytes(ranks, bits) for layer, count in self.model.layers)
+        return math.ceil(found / self.parallel.pp / each) if each else 0

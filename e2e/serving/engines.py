@@ -63,12 +63,12 @@ class Engine:
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
-    # Tokens of a step beside one prompt and one for each user, where a recipe sets the budget so; 0: ``token_budget``.
-    beside_prompt: int = 0
     # Shared experts are computed by the kernel of the others.
     fuses_shared: bool = False
     # The token budget is of all copies of the attention together; else each has it.
     shares_budget: bool = False
+    # Tokens of a step beside one prompt and one for each user, where a recipe sets the budget so; 0: ``token_budget``.
+    beside_prompt: int = 0
     # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
     band_tpot: float = 1.12
     band_ttft: float = 1.65
@@ -79,9 +79,10 @@ def _known() -> dict[str, dict[str, Any]]:
     return read_mapping(FILE, InputError, "must be a mapping of engines")
 
 
-def engine_named(text: str, options: str = "") -> Engine:
-    """The engine of ``NAME`` or ``NAME=VERSION``, with the values of ``token-budget=2048,server=50ms`` changed;
-    ``InputError`` for an unknown name and for what an engine does not have.
+def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) -> Engine:
+    """The engine of ``NAME`` or ``NAME=VERSION``, started for prompts of ``prompt`` tokens from so many ``users``, with
+    the values of ``token-budget=2048,server=50ms`` changed; ``InputError`` for an unknown name and for what an engine
+    does not have.
     """
     name, equals, version = text.partition("=")
     found = _known().get(name)
@@ -95,6 +96,8 @@ def engine_named(text: str, options: str = "") -> Engine:
     for start, changed in sorted((found.get("versions") or {}).items(), key=lambda each: version_key(each[0])):
         if not version or version_key(start) <= version_key(version):
             values |= changed
+    if values.get("beside_prompt"):
+        values["token_budget"] = prompt + values["beside_prompt"] + users
     asked = named_values("--engine-options", options, _OPTIONS)
     values |= {key.replace("-", "_"): value for key, value in asked.items()}
     try:

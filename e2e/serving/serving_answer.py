@@ -27,11 +27,10 @@ from e2e.serving.deployment import (
 from e2e.serving.engines import engine_named
 from e2e.serving.prefix_cache import PrefixCache
 from e2e.serving.replicas import Decoders, serve_workload
-from e2e.serving.request_trace import read_trace
 from e2e.serving.schedule import Scheduler, ServedRun
 from e2e.serving.serving_request import ServedLoad, ServingRequest
 from e2e.serving.step_price import StepPrice
-from e2e.serving.workload import Workload, closed_loop, open_loop, with_prefixes
+from e2e.serving.workload import Workload, workload_of
 from e2e.step.options import parse_routing
 
 _BEFORE_AMPERE = ("pascal", "volta", "turing")
@@ -140,14 +139,10 @@ def deployment_of(request: ServingRequest) -> Deployment:
     cluster = load_cluster(request.gpu, parallel.gpus)
     if cluster.machine.chip().architecture in _BEFORE_AMPERE:
         raise InputError(f"--gpu {request.gpu}: engines' kernels are known for Ampere and later GPUs")
-    engine = engine_named(request.engine, request.engine_options)
-    if engine.beside_prompt and "token-budget" not in request.engine_options:
-        budget = request.input_length + engine.beside_prompt + (request.concurrency or 0)
-        engine = replace(engine, token_budget=budget)
     deployment = Deployment(
         model,
         cluster,
-        engine,
+        engine_named(request.engine, request.engine_options, request.input_length, request.concurrency or 0),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         parse_routing(request.routing),
@@ -160,17 +155,3 @@ def deployment_of(request: ServingRequest) -> Deployment:
 def model_of(request: ServedLoad) -> ServedModel:
     """The model of ``--model`` or ``--model-config``."""
     return named_model(request.model or Path(str(request.model_config)))
-
-
-def workload_of(request: ServingRequest) -> Workload:
-    """The requests that clients send."""
-    lengths = (request.input_length, request.output_length)
-    if request.trace is not None:
-        load = read_trace(request.trace, request.concurrency, request.duration)
-    elif request.rate is not None:
-        load = open_loop(*lengths, request.rate, request.count, request.shortest_length)
-    else:
-        load = closed_loop(*lengths, request.concurrency or 1, request.count, request.shortest_length)
-    if request.prefix_length:
-        return with_prefixes(load, request.prefix_length, request.prefix_share, request.prefix_groups)
-    return load

@@ -190,8 +190,8 @@ def parse_routing(text: str) -> ExpertRouting:
             continue
         if name not in ROUTING_FIELDS or not separator:
             raise InputError(
-                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, drawn=1, capacity=1.25; write one of"
-                " these"
+                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, drawn=1, capacity=1.25; write one "
+                "of these"
             )
         try:
             value = float(number)

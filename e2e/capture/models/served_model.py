@@ -38,9 +38,9 @@ class SoftmaxAttention:
         """Elements of one token that each of ``ranks`` keeps of the whole text: none with a window."""
         return 0 if self.window else 2 * max(self.kv_heads // ranks, 1) * self.head_dim
 
-    def held_bytes(self, ranks: int, element: float) -> float:
-        """Bytes that a sequence takes on each rank whatever its length: a window's, of ``element`` bytes each."""
-        return self.window * 2 * max(self.kv_heads // ranks, 1) * self.head_dim * element
+    def held_bytes(self, ranks: int, bits: float) -> float:
+        """Bytes that a sequence holds on each of ``ranks`` whatever its length, ``bits`` an element: its window."""
+        return self.window * 2 * max(self.kv_heads // ranks, 1) * self.head_dim * bits / 8
 
     def parameters(self, hidden: int) -> int:
         """Number of weights."""
@@ -67,7 +67,7 @@ class LatentAttention:
         """Elements of the compressed keys and values of one token, and of the indexer's key, on each rank."""
         return self.kv_rank + self.rope_dim + self.index_dim
 
-    def held_bytes(self, ranks: int, element: float) -> float:
+    def held_bytes(self, ranks: int, bits: float) -> float:
         """0: all grows with the tokens."""
         return 0.0
 
@@ -97,8 +97,8 @@ class LinearMixer:
         """0: the state does not grow with the tokens."""
         return 0
 
-    def held_bytes(self, ranks: int, element: float) -> float:
-        """Bytes of a sequence's states in FP32, and of the last inputs of its convolution in 16 bits."""
+    def held_bytes(self, ranks: int, bits: float) -> float:
+        """Bytes of the state, in FP32, and of the last inputs of the convolution, in 16 bits, on each of ``ranks``."""
         states = self.value_heads * self.key_dim * self.value_dim * 4
         return (states + (self.convolution - 1) * self.channels * 2) / ranks
 

@@ -65,14 +65,6 @@ def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     assert seconds(0.0, 1e-4, 2) - seconds(0.0, 0.0, 2) == pytest.approx(26e-4)
 
 
-@pytest.mark.parametrize("engine", ["vllm=0.12.0", "sglang=0.5.6.post2", "trtllm=1.0.0rc3"])
-def test_a_recipe_gives_a_step_one_prompt_and_a_token_for_every_user(engine: str):
-    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", engine=engine, input_length=2048, concurrency=64)
-    assert deployment_of(asked).engine.token_budget == 2048 + 1500 + 64
-    assert deployment_of(replace(asked, engine_options="token-budget=4096")).engine.token_budget == 4096
-    assert deployment_of(replace(asked, engine=engine.split("=")[0])).engine.token_budget == 8192
-
-
 def test_copies_of_the_attention_have_hosts_of_their_own():
     asked = ServingRequest(model="deepseek-r1", gpu="h200-sxm", gpus=8, parallel="tp=8,ep=8,dp-attention=8")
     price = StepPrice(deployment_of(asked))
@@ -113,6 +105,14 @@ def test_norms_are_part_of_the_all_reduces_of_mixtures_from_sglang_0_5_9():
     asked = {"model": "qwen3-235b", "gpu": "h200-sxm", "gpus": 4}
     before, since = (_parts(engine=f"sglang={version}", **asked)["norm"] for version in ("0.5.6", "0.5.9"))
     assert before - since == 2 * 94
+
+
+@pytest.mark.parametrize("engine", ["vllm=0.12.0", "sglang=0.5.6.post2", "trtllm=1.0.0rc3"])
+def test_a_recipe_gives_a_step_one_prompt_and_a_token_for_every_user(engine: str):
+    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", engine=engine, input_length=2048, concurrency=64)
+    assert deployment_of(asked).engine.token_budget == 2048 + 1500 + 64
+    assert deployment_of(replace(asked, engine_options="token-budget=4096")).engine.token_budget == 4096
+    assert deployment_of(replace(asked, engine=engine.split("=")[0])).engine.token_budget == 8192
 
 
 def test_intervals_hold_at_least_the_band_of_the_engine():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.serving.request_trace import read_trace
+from e2e.serving.workload import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -68,7 +68,7 @@ def test_a_part_of_a_trace_and_its_lengths_alone(tmp_path):
     [
         ("", "line 1: has the columns none"),
         ("a,b\n1,2\n", "line 1: has the columns a, b"),
-        (AZURE + "yesterday,1,2\n", "line 4: TIMESTAMP: Input should be a valid datetime"),
+        (AZURE + "yesterday,1,2\n", "line 4: TIMESTAMP: Invalid isoformat string: 'yesterday'"),
         (AZURE + "2023-11-16 18:17:05,1\n", "line 4: GeneratedTokens: Input should be a valid integer"),
         (BURST + "nan,m,1,2,3,x\n", "line 5: Timestamp: Input should be a finite number"),
         (BURST + "7,m,1.5,2,3,x\n", "line 5: Request tokens: Input should be a valid integer"),

@@ -22,8 +22,8 @@ class _ToyPrice:
 
     engine: Engine
     tokens_per_step: float = 1.0
-    sequence_tokens: int = 0
     copies: int = 1
+    sequence_tokens: int = 0
 
     def step_seconds(self, sequences: int, context: float, prompts: tuple = ()) -> float:
         return 1.0 + 0.01 * sum(each.queries for each in prompts)
