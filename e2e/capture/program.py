@@ -156,6 +156,8 @@ class StepFinder:
     # Steps of the optimizer that are one step here, and those since the last boundary.
     in_turn: int = 1
     _since: int = 0
+    # True if gradients were computed before a step of it.
+    _differentiates: bool = False
     # The last step, those before it that differ from each other, and the digests of all so far.
     step: RecordedStep = RecordedStep()
     different: list[RecordedStep] = field(default_factory=list)
@@ -241,9 +243,12 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
+        passes = max(self.recorder.finished_passes, len(self.recorder.passes))
         self._since += 1
-        at_once = any(self.backward) and not self.recorder.passes  # a second step for the same gradients
-        if at_once or self._since < self.in_turn:
+        if self._differentiates and not passes:  # a second step for the same gradients
+            return
+        self._differentiates |= passes > 0
+        if self._since < self.in_turn:
             return
         self._since = 0
         whole = self.whole = self.accumulated.is_whole()
@@ -256,7 +261,7 @@ class StepFinder:
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
         more = "" if repeated is None else f"{repeated.more} more" if whole else f"cut {len(self.digests)}"
         self.digests.append(f"{digest(step.calls)} {more}")
-        self.backward.append(len(step.passes))
+        self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
             self.passes.replaying = False  # the step that is taken must have run them
@@ -301,7 +306,7 @@ class StepFinder:
         for group in self._groups:  # passes of the step itself
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
-        most, taken = max(self.backward, default=0), len(step.passes)
+        most, taken = max(self.backward, default=0), self.backward[number - 1] if self.backward else 0
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"

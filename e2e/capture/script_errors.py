@@ -178,8 +178,9 @@ def reporting(reference: str) -> Iterator[None]:
         with patch.object(os, "_exit", _exit_of(os.getpid())):
             yield
     except EndlessStepError as error:
-        if reference.rpartition(":")[0] not in str(error):
-            error.args = (f"{_place(reference, error)}: {error}",)
+        place = _place(reference, error)
+        if place.rpartition(":")[0] not in str(error):
+            error.args = (f"{place}: {error}",)
         raise
     except InputError:
         raise
@@ -221,8 +222,12 @@ def _place(reference: str, error: BaseException) -> str:
     file = Path(reference.rpartition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     if not file.name:  # a program with any number of files
-        own = [each for each in frames if script_file(each.filename) and library_folder(each.filename) is None]
-        return f"{script_file(own[-1].filename)}:{own[-1].lineno}" if own else reference
+        named = [each for each in frames if script_file(each.filename)]
+        own = [each for each in named if library_folder(each.filename) is None]
+        if not own:
+            return reference
+        inside = "" if own[-1] is named[-1] else f" (in {script_file(named[-1].filename)}:{named[-1].lineno})"
+        return f"{script_file(own[-1].filename)}:{own[-1].lineno}{inside}"
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == file.name]
     return f"{file}:{lines[-1]}" if lines else reference
 

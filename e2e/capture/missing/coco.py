@@ -1,5 +1,5 @@
-"""Annotations of objects in images (COCO's files of JSON, read by pycocotools) that are not there: as many boxes an image
-as COCO has, with outlines, key points and captions; the images are those of :mod:`e2e.capture.missing.images`.
+"""Annotations of objects in images (COCO's files of JSON, read by pycocotools) that are not there: as many boxes an
+image as COCO has, with outlines, key points and captions; the images are those of :mod:`e2e.capture.missing.images`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ def _dataset() -> dict[str, Any]:
         for number in range(1, _IMAGES + 1)
     ]
     categories = [
-        {"id": number, "name": str(number), "supercategory": "", "keypoints": [str(n) for n in range(17)], "skeleton": []}
+        {
+            "id": number,
+            "name": str(number),
+            "supercategory": "",
+            "keypoints": [str(n) for n in range(17)],
+            "skeleton": [],
+        }
         for number in range(1, _CATEGORIES + 1)
     ]
     return {"info": {}, "images": images, "categories": categories, "annotations": list(_objects())}
