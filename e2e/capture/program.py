@@ -462,6 +462,8 @@ def _start(launch: Launch, hub: Hub) -> None:
         if end.code not in (None, 0):
             said = f"{end.code}" if isinstance(end.code, str) else f"status {end.code}; its own message is above"
             raise ModelError(f"{launch.title}: the program ended before its first step: {said}") from None
+    except (ModelError, InputError):
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         missing = told_missing(error, frames, hub) or missing_package(error, frames)

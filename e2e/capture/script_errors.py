@@ -152,6 +152,8 @@ def oversized_told() -> Iterator[None]:
         raise InputError(told) from None
 
 
+# What to do about an error of a program.
+_ADVICE = "its traceback is above: mend it, or install the versions of packages that the program was written for"
 # Folders of code whose frames say nothing about the script.
 _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
@@ -211,10 +213,11 @@ def reporting(reference: str) -> Iterator[None]:
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         said = "".join(traceback.format_exception_only(error))
         print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
-        summary = " ".join(str(error).split())[:200] + _hint(frames)
-        advice = "; mend it there: it runs without a GPU and without data" if file else ""
+        said = str(error) or (frames[-1].line or "" if frames else "")  # such as the condition of an assertion
+        summary = " ".join(said.split())[:200] + _hint(frames)
+        advice = "mend it there: it runs without a GPU and without data" if file else _ADVICE
         place = reference if file else _place(reference, error)
-        raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}{advice}") from error
+        raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}; {advice}") from error
 
 
 def _place(reference: str, error: BaseException) -> str:

@@ -92,7 +92,16 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
 
         return opened
 
+    def timm_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_reader(name: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if name or not is_missing(root):
+                return original(name, root, *args, **kwargs)
+            return _NumberedImages(str(root), instead)
+
+        return create_reader
+
     readers = {
+        "timm.data.dataset": lambda module: [(module, "create_reader", timm_reader(module.create_reader))],
         "cv2": lambda module: [(module, "imread", reading(module.imread))],
         "torchvision.io.image": lambda module: [(module, "read_file", reading(module.read_file))],
     }
@@ -136,6 +145,23 @@ class ListedImage:
         return False
 
     is_symlink = is_dir
+
+
+class _NumberedImages:
+    """Images of a folder that is not there, as timm reads them."""
+
+    def __init__(self, root: str, instead: Callable[[Any], Any]) -> None:
+        self.root, self._instead, self.class_to_idx = root, instead, {str(number): number for number in range(1_000)}
+
+    def __len__(self) -> int:
+        return _IMAGES["ImageNet"][3]
+
+    def __getitem__(self, place: int) -> tuple[Any, int]:
+        return open(self._instead(self.filename(place)), "rb"), place % 1_000
+
+    def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        """Return the name of an image."""
+        return f"{self.root}/{index}.jpg"
 
 
 class _Listing(list):  # type: ignore[type-arg]
