@@ -96,7 +96,8 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
             return torch.ones((), dtype=dtype)
         return torch.zeros(tensor.shape, dtype=dtype)
     result = func(tensor, **kwargs)
-    if _is_meta(result) and not _is_meta(tensor) and not tensor.is_floating_point() and tensor.numel() <= LIMIT:
+    small = tensor.numel() <= (1 if tensor.is_floating_point() else LIMIT)
+    if _is_meta(result) and not _is_meta(tensor) and small:
         know(result, tensor.to(result.dtype, copy=True))
     return result
 

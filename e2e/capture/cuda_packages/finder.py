@@ -290,6 +290,12 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
     owner = getattr(error, "obj", None)
     if isinstance(owner, ModuleType) and library_folder(str(getattr(owner, "__file__", ""))) is not None:
         return f"{place}uses {error.name} of {owner.__name__}, {_other_version(owner.__name__.partition('.')[0])}"  # type: ignore[attr-defined]
+    if isinstance(error, AttributeError) and frames[-1].name == "__getattr__":  # which says what has become of it
+        folder = library_folder(frames[-1].filename)
+        if folder is not None:
+            package = Path(frames[-1].filename).relative_to(folder).parts[0]
+            place = next((f"{each.filename}:{each.lineno}: " for each in frames[-2:-1]), "")
+            return f"{place}{error} Install the version of {package} that the program was written for"
     if not isinstance(error, ImportError) or not error.name:
         return None
     package = error.name.partition(".")[0]

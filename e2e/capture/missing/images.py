@@ -84,7 +84,10 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
         return str(file)
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda path, *args, **kwargs: original(instead(path), *args, **kwargs)
+        def read(*given: Any, **named: Any) -> Any:
+            return original(*map(instead, given), **{name: instead(value) for name, value in named.items()})
+
+        return read
 
     def opening(original: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -202,6 +205,8 @@ _IMAGE_PATTERN = re.compile(r"\*\.(jpe?g|png|webp|bmp|tiff?)$", re.IGNORECASE)
 
 def _search(original: Any, folder: Path, note: Note) -> Any:
     def search(*given: Any, **options: Any) -> Any:
+        if not given:
+            return original(**options)
         pattern = str(given[-1])
         searched = Path(*given[:-1], re.split(r"[*?\[]", pattern)[0])
         if not _IMAGE_PATTERN.search(pattern) or searched.exists():
