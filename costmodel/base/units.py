@@ -56,6 +56,20 @@ def parse_quantity(text: object, base_unit: str) -> float:
     return value
 
 
+def read_seconds(option: str, value: str | float) -> float:
+    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the ``option`` for anything else."""
+    try:
+        found = float(value)
+    except ValueError:
+        try:
+            found = parse_quantity(value, "s")
+        except ValueError as error:
+            raise InputError(f"--{option} {value}: {error}") from None
+    if not (math.isfinite(found) and found > 0):
+        raise InputError(f"--{option} {value}: give a finite time above zero, such as 500ms")
+    return found
+
+
 def format_quantity(value: float, base_unit: str, digits: int = 4) -> str:
     """``value`` with the largest unit that keeps it at or above 1; bytes in powers of 1024 where exact."""
     units = UNITS[base_unit]
@@ -83,3 +97,13 @@ def check_count(option: str, number: int | None) -> None:
         raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
     if number > MOST_COUNT:
         raise InputError(f"--{option} {number}: must be at most {MOST_COUNT:,}")
+
+
+def check_number(option: str, number: float | None, least: float, most: float) -> None:
+    """Raise ``InputError`` unless ``number`` is from ``least`` to ``most`` or ``None`` (not given)."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise InputError(f"--{option} {number}: give a finite number")
+    if not least <= number <= most:
+        raise InputError(f"--{option} {number}: must be from {least:g} to {most:g}")

@@ -7,6 +7,9 @@ Routing: ``balanced``: equal shares, as with forced balancing or a well-trained 
 get most rows, much as in the tables of aiconfigurator (``collector/helper.py`` of ai-dynamo/aiconfigurator,
 Apache-2.0), with the density x^-alpha from 1 on; up to 0.8 of the rows here, of the tokens there. The shares are the
 quantiles of that density instead of random numbers, in a fixed shuffled order, so that results are deterministic.
+``drawn``: each row draws its expert by popularities that are the same for any number of rows: the quantiles of a
+log-normal distribution. Few rows then meet at popular experts, and others get none: the counts are the quantiles of a
+Poisson number of rows over all experts.
 
 Requests name a routing at the start of a command line: NumPy is imported only for counting.
 """
@@ -15,8 +18,10 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from costmodel.operators.layers import CountedWork, element_bytes, stored_bytes
@@ -132,23 +137,25 @@ ExpertOperator = GroupedGemm | ExpertLayer
 @dataclass(frozen=True)
 class ExpertRouting:
     """Routing of tokens. ``alpha``: exponent of the power law, ``None`` for equal shares. ``capacity``: multiple of the
-    equal share beyond which an expert drops rows, ``None`` without dropping.
+    equal share beyond which an expert drops rows, ``None`` without dropping. ``spread``: experts are drawn, with this
+    standard deviation of the logarithm of their popularity.
     """
 
     alpha: float | None = None
     capacity: float | None = None
+    spread: float | None = None
 
     def counts(self, rows: int, experts: int) -> tuple[int, ...]:
         """Rows of each of ``experts`` experts; without a capacity they add up to ``rows``."""
 
-        return shares(rows, experts, self.alpha, self.capacity)
+        return shares(rows, experts, self)
 
     def slowest(self, rows: int, experts: int, ranks: int) -> tuple[int, ...]:
         """Rows of each expert of the busiest rank, if ``ranks`` hold ``experts / ranks`` each and share ``rows`` in
         all: the mean over several orders of the experts, largest expert first.
         """
 
-        return slowest_shares(rows, experts, ranks, self.alpha, self.capacity)
+        return slowest_shares(rows, experts, ranks, self)
 
     def imbalance(self, experts: int, ranks: int, rows: int = 2**20) -> float:
         """Rows of the busiest rank relative to the mean of all ``ranks``."""
@@ -163,13 +170,16 @@ _MEAN_OF = 16  # number of shuffled orders whose busiest rank is averaged
 
 
 @lru_cache(maxsize=4096)
-def shares(rows: int, experts: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
-    """Rows of each expert; arguments as in :class:`costmodel.operators.experts.ExpertRouting`."""
+def shares(rows: int, experts: int, routing: ExpertRouting) -> tuple[int, ...]:
+    """Rows of each expert."""
     import numpy as np
 
-    found = _even(rows, experts) if alpha is None else _power_law(rows, experts, alpha)
-    if capacity is not None:
-        limit = int(np.ceil(capacity * rows / experts))
+    if routing.spread is not None:
+        found = _drawn(rows, experts, routing.spread)
+    else:
+        found = _even(rows, experts) if routing.alpha is None else _power_law(rows, experts, routing.alpha)
+    if routing.capacity is not None:
+        limit = int(np.ceil(routing.capacity * rows / experts))
         found = np.minimum(found, limit)
     return tuple(int(each) for each in found)
 
@@ -192,21 +202,54 @@ def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
         shares = low * (high / low) ** places
     else:
         shares = ((high**power - low**power) * places + low**power) ** (1 / power)
-    exact = np.cumsum(shares[::-1]) * rows / shares.sum()
-    sorted_counts = np.diff(np.round(np.concatenate([[0.0], exact]))).astype(int)
-    return np.asarray(sorted_counts[_order(experts, 0)])
+    return _whole(rows, shares[::-1])
+
+
+_MOST_DRAWN = 64  # rows of an expert on average, beyond which how they are drawn no longer matters
+
+
+def _drawn(rows: int, experts: int, spread: float) -> np.ndarray:
+    import numpy as np
+
+    normal = NormalDist()
+    popular = np.exp([spread * normal.inv_cdf((place + 0.5) / experts) for place in range(experts)])
+    means = rows * popular / popular.sum()
+    if rows > _MOST_DRAWN * experts:
+        return _whole(rows, means[::-1])
+    # Shares of the experts with 0, 1, 2 ... rows.
+    term, total, reached = np.exp(-means), [], 0.0
+    while reached < 1 - 0.5 / experts:
+        reached += float(term.mean())
+        total.append(reached)
+        term = term * means / len(total)
+    counts = np.searchsorted(total, (np.arange(experts) + 0.5) / experts).astype(float)
+    return _whole(rows, counts[::-1])
+
+
+def _whole(rows: int, shares: np.ndarray) -> np.ndarray:
+    """Whole numbers in proportion to ``shares``, largest first, that add up to ``rows``; in shuffled order."""
+    import numpy as np
+
+    exact = np.cumsum(shares) * rows / max(shares.sum(), 1e-9)
+    counts = np.diff(np.round(np.concatenate([[0.0], exact]))).astype(int)
+    return np.asarray(counts[_order(len(shares), 0)])
 
 
 @lru_cache(maxsize=4096)
-def slowest_shares(rows: int, experts: int, ranks: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
+def slowest_shares(rows: int, experts: int, ranks: int, routing: ExpertRouting) -> tuple[int, ...]:
     """Rows of each expert of the busiest rank, largest first."""
+    same = routing.alpha is None and routing.spread is None
+    return busiest(shares(rows, experts, routing), ranks, 1 if same else _MEAN_OF)
+
+
+def busiest(counts: Sequence[int], ranks: int, orders: int = _MEAN_OF) -> tuple[int, ...]:
+    """Rows of each expert of the busiest of ``ranks``, largest first: the mean over shuffled ``orders``."""
     import numpy as np
 
-    counts = np.sort(np.array(shares(rows, experts, alpha, capacity)))[::-1]
-    local = experts // ranks
-    heaviest = []
-    for place in range(_MEAN_OF if alpha is not None else 1):
-        shared = counts[_order(experts, place + 1)][: local * ranks].reshape(ranks, local)
+    descending = np.sort(np.array(counts))[::-1]
+    local, heaviest = len(counts) // ranks, []
+    for place in range(orders):
+        shared = descending[_order(len(counts), place + 1)][: local * ranks].reshape(ranks, local)
         heaviest.append(np.sort(shared[np.argmax(shared.sum(axis=1))])[::-1])
     return tuple(round(float(each)) for each in np.stack(heaviest).mean(axis=0).tolist())
 

@@ -359,7 +359,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
     recorder = Recorder({})
     recorder.enabled = False
     recorder.regions, recorder.custom = Regions(), CustomOperators()
-    recorder.noting_lines = True
+    recorder.noting_lines = recorder.counting = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []
 

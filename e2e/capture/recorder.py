@@ -29,6 +29,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
+from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
@@ -284,6 +285,8 @@ class Recorder(TorchDispatchMode):
 
         # Number of operators called so far, recorded or not.
         self.called = 0
+        # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
+        self.functions, self.counting = 0, False
 
     # --- interface of the session ----------------------------------------------------------------
 
@@ -431,6 +434,7 @@ class Recorder(TorchDispatchMode):
         if self._gradients is not None and self._rows:
             self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
             self._gradients = None
+        self._drop_compiled_functions()
         found = RecordedStep(
             tuple(OperatorCall(**row) for row in self._rows),
             self.ranges.found(),
@@ -456,9 +460,17 @@ class Recorder(TorchDispatchMode):
         self.convert.identities.release()
         if self._gradients is not None and self._rows:
             self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
+        self._drop_compiled_functions()
         found = tuple(OperatorCall(**row) for row in self._rows)
         self.enabled, self._rows, self.results, self.streams.note = False, [], KnownResults(), ignore_call
         return found
+
+    def _drop_compiled_functions(self) -> None:
+        """Drop the counts of functions in regions, which do not run there."""
+        for regions in (self.regions, self.graphs):
+            for call in () if regions is None else regions.parts:
+                if call < len(self._rows):
+                    self._rows[call]["functions"] = 0
 
     def host_call(self, name: str, **attributes: Value) -> None:
         """Record a runtime call that is not an operator, such as ``cudaDeviceSynchronize``."""
@@ -490,6 +502,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        with Uncounted():
+            return self._called(func, types, args, kwargs)
+
+    def _called(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.called += 1
         if self.called > MOST_CALLED:
             raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
@@ -665,7 +681,9 @@ class Recorder(TorchDispatchMode):
             "sequence": sequence,
             "module": module,
             "line": line,
+            "functions": self.functions,
         }
+        self.functions = 0
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         if self.regions is not None:
             self.regions.note(row["id"], phase == "backward", sequence)

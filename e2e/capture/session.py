@@ -28,6 +28,7 @@ from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
+from e2e.capture.python_calls import counted_functions
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.regions import in_region, outside_regions
 from e2e.capture.script_errors import watched
@@ -231,6 +232,8 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
             stack.enter_context(recorder.custom.noticed())
         stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(recorder)
+        if recorder.counting:
+            stack.enter_context(counted_functions(recorder))
         yield
 
 

@@ -13,9 +13,8 @@ import sys
 import typer
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeat_options, version_command
-from e2e.commands.plan_command import plan_serve_command
 from e2e.commands.predict_command import JsonOption, predict_command
-from e2e.commands.serve_command import serve_command
+from e2e.commands.serve_command import plan_serve_command, serve_command
 from e2e.commands.shard_command import shard_command
 from e2e.commands.sweep_command import sweep_command
 

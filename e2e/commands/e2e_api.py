@@ -156,7 +156,7 @@ def serve(
     found = answer(request)
     result = serving_result(found)
     if timeline is not None:
-        from e2e.serving.serving_timeline import write_serving_timeline
+        from e2e.serving.serving_report import write_serving_timeline
 
         write_serving_timeline(found, Path(timeline))
     if report is not None:
@@ -189,7 +189,7 @@ def plan_serve(
     check_outputs({"--report": report}, {"--model-config": request.model_config})
     plan = plan_serving(request, progress or (lambda done, count, text: None))
     if report is not None:
-        from e2e.serving.plan_report import write_plan_page
+        from e2e.serving.serving_plan import write_plan_page
 
         write_plan_page(plan, Path(report))
     return plan

@@ -234,8 +234,8 @@ def predict_graph(
     deadlock.
     """
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
-    lost = band.slowdown(gpus) if band is not None and speed_spread is None else 0.0
     priced = priced_graph(graph, setting, cluster, collectives)
+    lost = band.slowdown_of(priced) if band is not None and speed_spread is None else 0.0
     priced = slow_down(priced if altered is None else altered(priced), lost)
     priced = with_speeds(priced, speed_spread or 0.0)
     steady = _steady(priced)
@@ -319,6 +319,8 @@ def _steady(graph: ExecutionGraph) -> SteadyState:
 def _waiting_for_the_slowest(gpus: int, lost: float) -> list[str]:
     if not lost:
         return []
+    if gpus == 1:
+        return [f"kernels take {lost:.1%} longer than in short benchmarks (half of what is fitted to published steps)"]
     return [
         f"kernels take {lost:.1%} longer than alone: {gpus:,} GPUs wait for the slowest of them (fitted to published "
         "training steps; --speed-spread says otherwise, --speed-spread 0 that all are alike)"

@@ -369,6 +369,10 @@ class _Builder:
         self.by_id = {call.id: call for call in self.trace.calls}
         phases = settled_phases(self.trace.calls)
         gathered = gathering_calls(self.trace.calls, [phases[call.id] for call in self.trace.calls])
+        functions = {call.id: call.functions for call in self.trace.calls}
+        for call in reversed(self.trace.calls):
+            if call.parent in functions:
+                functions[call.parent] += functions[call.id]
         infos = {
             call.id: CallInfo(
                 call.id,
@@ -381,6 +385,7 @@ class _Builder:
                 RECOMPUTED in call.attributes,
                 call.line,
                 int(call.attributes.get(NUMBERS, 0)),  # type: ignore[arg-type]
+                functions[call.id],
             )
             for call in self.trace.calls
         }

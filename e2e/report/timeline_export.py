@@ -99,15 +99,26 @@ def trace_events(
 
 def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
     """Yield a process with one track for the critical path, above the ranks."""
-    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 1, "args": {"name": "critical path"}}
+    yield name_event("process_name", pid, 1, "critical path")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 1, "args": {"sort_index": -1}}
-    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 1, "args": {"name": "critical path of the step"}}
+    yield name_event("thread_name", pid, 1, "critical path of the step")
     for segment in critical.segments:
-        start, end = round(segment.start * 1e9), round((segment.start + segment.seconds) * 1e9)
         told = {"rank": segment.rank, "operator": segment.operator, "had to wait for": segment.waits_for,
                 "by": segment.edge.name.lower().replace("_", " ")}  # fmt: skip
-        common = {"name": segment.name, "cat": segment.kind, "pid": pid, "tid": 1}
-        yield {"ph": "X", **common, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": told}
+        end = segment.start + segment.seconds
+        yield slice_event(segment.name, segment.kind, pid, 1, segment.start, end, told)
+
+
+def name_event(what: str, pid: int, track: int, name: str) -> Event:
+    """Return the event that names a process (``process_name``) or a track (``thread_name``)."""
+    return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
+
+
+def slice_event(name: str, category: str, pid: int, track: int, start: float, end: float, arguments: Event) -> Event:
+    """Return the slice of ``start`` to ``end`` seconds on a track."""
+    begin, stop = round(start * 1e9), round(end * 1e9)
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": track, "ts": begin / 1e3,
+            "dur": (stop - begin) / 1e3, "args": arguments}  # fmt: skip
 
 
 def operator_text(operator: AnyOperator) -> str:

@@ -1,8 +1,9 @@
-"""One deployed copy of a model: GPUs, how they share it, and in which precision it is stored and computed."""
+"""One deployed copy of a model: GPUs and how they share it, its precision, and a draft model beside it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from costmodel.base.errors import InputError
@@ -11,15 +12,16 @@ from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
 from costmodel.operators.layers import STORED_BITS
+from e2e.capture.models.served_model import Experts, ServedModel, named_model
 from e2e.serving.engines import Engine
-from e2e.serving.served_model import Experts, LatentAttention, ServedModel, SoftmaxAttention
-from e2e.serving.speculation import Speculation
-from e2e.step.options import Precision
+from e2e.step.options import Precision, named_counts, named_values
 
 # Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
 WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
+_STORED = {"weights": WEIGHT_BITS, "experts": WEIGHT_BITS, "activations": ("bf16", "fp8"), "kv": CACHE_BITS}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
+_MOST_TOKENS = 64  # of a draft
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,7 @@ class ServingPrecision:
 
     weights: str = "bf16"
     experts: str = "bf16"
-    # ``fp8`` or ``bf16``: operands of the products.
-    activations: str = "bf16"
+    activations: str = "bf16"  # operands of the products
     kv: str = "bf16"
 
 
@@ -41,13 +42,10 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     if text and "=" not in text:
         of = "is a recipe of training" if text in get_args(Precision) else "says not of what"
         raise InputError(f"--precision {text}: {of}; write such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8")
-    asked = _pairs("--precision", text, tuple(each.name for each in fields(ServingPrecision)))
+    asked = {key: _OTHER_NAMES.get(value, value) for key, value in named_values("--precision", text, _STORED).items()}
     for key, value in asked.items():
-        value = _OTHER_NAMES.get(value, value)
-        known = CACHE_BITS if key == "kv" else {"bf16": 0, "fp8": 0} if key == "activations" else WEIGHT_BITS
-        if value not in known:
-            raise InputError(f"--precision {key}={value}: choose one of {', '.join(known)}")
-        asked[key] = value
+        if value not in _STORED[key]:
+            raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     able = "float8" in machine.compute
@@ -67,8 +65,7 @@ class ServingParallel:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    # Groups of ranks that each hold all heads of the attention and have their own sequences.
-    attention_dp: int = 1
+    attention_dp: int = 1  # groups of ranks that each hold all heads of the attention and have their own sequences
 
     @property
     def gpus(self) -> int:
@@ -86,25 +83,23 @@ class ServingParallel:
         return self.tp // self.ep
 
 
+_PARALLEL = ("tp", "pp", "ep", "dp-attention")
+
+
 def read_parallel(text: str, gpus: int) -> ServingParallel:
     """Parallelism of ``tp=8,ep=8,dp-attention=8,pp=1``; without ``tp`` it fills ``gpus``."""
-    asked = _pairs("--parallel", text, ("tp", "pp", "ep", "dp-attention"))
-    numbers: dict[str, int] = {}
-    for key, value in asked.items():
-        number = whole_number(value)
-        if not number:
-            raise InputError(f"--parallel {key}={value}: must be a whole number of at least 1")
-        numbers[key] = number
-    pp = numbers.get("pp", 1)
-    found = ServingParallel(
-        numbers.get("tp", max(gpus // pp, 1)), pp, numbers.get("ep", 1), numbers.get("dp-attention", 1)
-    )
-    for key, ranks in (("ep", found.ep), ("dp-attention", found.attention_dp)):
-        if found.tp % ranks:
-            raise InputError(f"--parallel {key}={ranks}: must divide tp={found.tp}")
+    numbers = named_counts("--parallel", text, _PARALLEL)
+    found = _parallel({"tp": max(gpus // numbers.get("pp", 1), 1)} | numbers)
     if gpus % found.gpus:
         raise InputError(f"--parallel {text}: needs {found.gpus} GPUs a copy, which do not divide --gpus {gpus}")
     return found
+
+
+def _parallel(numbers: Mapping[str, int]) -> ServingParallel:
+    for key in ("ep", "dp-attention"):
+        if numbers["tp"] % numbers.get(key, 1):
+            raise InputError(f"--parallel {key}={numbers[key]}: must divide tp={numbers['tp']}")
+    return ServingParallel(*(numbers.get(key, 1) for key in _PARALLEL))
 
 
 @dataclass(frozen=True)
@@ -126,33 +121,57 @@ def read_disaggregation(text: str, parallel: ServingParallel) -> Disaggregation:
     """Copies of ``prefill=2,decode=6,prefill-tp=4,decode-tp=8``; those without a ``tp`` of their own are as
     ``parallel``.
     """
-    keys, sides = ("tp", "pp", "ep", "dp-attention"), ("prefill", "decode")
-    asked = _pairs("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in keys)))
-    counts, ways = [], []
+    sides = ("prefill", "decode")
+    asked = named_counts("--disaggregate", text, (*sides, *(f"{side}-{key}" for side in sides for key in _PARALLEL)))
+    if not {*sides} <= asked.keys():
+        raise InputError(f"--disaggregate {text}: write how many copies do what, as prefill=2,decode=6")
+    ways = []
     for side in sides:
-        count = whole_number(asked.get(side, ""))
-        if not count:
-            raise InputError(f"--disaggregate {text}: write how many copies do what, as prefill=2,decode=6")
-        own = {key: asked[f"{side}-{key}"] for key in keys if f"{side}-{key}" in asked}
-        counts.append(count)
-        if own:
-            size = (whole_number(own.setdefault("tp", str(parallel.tp))) or 1) * (whole_number(own.get("pp", "1")) or 1)
-            ways.append(read_parallel(",".join(f"{key}={value}" for key, value in own.items()), size))
-        else:
-            ways.append(parallel)
-    return Disaggregation(counts[0], counts[1], ways[0], ways[1])
+        own = {key: asked[f"{side}-{key}"] for key in _PARALLEL if f"{side}-{key}" in asked}
+        ways.append(_parallel({"tp": parallel.tp} | own) if own else parallel)
+    return Disaggregation(asked["prefill"], asked["decode"], *ways)
 
 
-def _pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in known or not equals:
-            raise InputError(f"{option} {part}: write NAME=VALUE with {', '.join(known)}")
-        if key in found:
-            raise InputError(f"{option} {key}: is given twice; leave one out")
-        found[key] = value
-    return found
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding (Leviathan et al., arXiv 2211.17192): ``tokens`` of ``draft`` are verified in each step, and
+    each is accepted with the probability ``acceptance`` if all before it were.
+    """
+
+    tokens: int
+    acceptance: float
+    draft: ServedModel
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected tokens of a sequence in one step: those accepted, and one of the model itself."""
+        return sum(self.acceptance**each for each in range(self.tokens + 1))
+
+
+def read_speculation(text: str, model: ServedModel) -> Speculation | None:
+    """Speculation of ``tokens=3,acceptance=0.7,draft=MODEL``; without ``draft``, layers of ``model`` predict the tokens
+    (multi-token prediction).
+    """
+    if not text:
+        return None
+    values = named_values("--speculate", text, ("tokens", "acceptance", "draft"))
+    if "tokens" not in values or "acceptance" not in values:
+        raise InputError(f"--speculate {text}: write tokens=3,acceptance=0.7, and draft=MODEL for a draft model")
+    tokens = whole_number(values["tokens"]) or 0
+    if not 1 <= tokens <= _MOST_TOKENS:
+        raise InputError(f"--speculate tokens={values['tokens']}: must be a whole number from 1 to {_MOST_TOKENS}")
+    try:
+        acceptance = float(values["acceptance"])
+    except ValueError:
+        acceptance = -1.0
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"--speculate acceptance={values['acceptance']}: must be a number from 0 to 1")
+    if "draft" in values:
+        return Speculation(tokens, acceptance, named_model(values["draft"]))
+    if not model.predicting:
+        raise InputError(f"--speculate: {model.name} has no layers that predict further tokens; name a draft=MODEL")
+    layer = model.layers[-1][0]
+    return Speculation(tokens, acceptance, replace(model, layers=((layer, 1),), tied=True, predicting=0))
 
 
 @dataclass(frozen=True)
@@ -164,8 +183,7 @@ class Deployment:
     engine: Engine
     parallel: ServingParallel
     precision: ServingPrecision
-    # ``None``: every token draws its experts, all equally likely.
-    routing: ExpertRouting | None
+    routing: ExpertRouting
     speculation: Speculation | None = None
 
     @property
@@ -177,24 +195,18 @@ class Deployment:
 
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""
-        heads = {
-            layer.mixer.heads
-            for layer, _ in self.model.layers
-            if isinstance(layer.mixer, SoftmaxAttention | LatentAttention)
-        }
-        for each in heads:
-            if each % self.parallel.attention_tp:
-                raise InputError(
-                    f"--parallel tp={self.parallel.tp}: {each} heads of attention do not divide by "
-                    f"{self.parallel.attention_tp} ranks"
-                )
+        parallel = self.parallel
         for layer, _ in self.model.layers:
-            if isinstance(layer.block, Experts) and layer.block.count % self.parallel.ep:
+            heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
+            if heads % parallel.attention_tp:
                 raise InputError(
-                    f"--parallel ep={self.parallel.ep}: {layer.block.count} experts do not divide by so many ranks"
+                    f"--parallel tp={parallel.tp}: {heads} heads of attention do not divide by "
+                    f"{parallel.attention_tp} ranks"
                 )
-        if self.model.depth < self.parallel.pp:
-            raise InputError(f"--parallel pp={self.parallel.pp}: {self.model.name} has {self.model.depth} layers")
+            if experts % parallel.ep:
+                raise InputError(f"--parallel ep={parallel.ep}: {experts} experts do not divide by so many ranks")
+        if self.model.depth < parallel.pp:
+            raise InputError(f"--parallel pp={parallel.pp}: {self.model.name} has {self.model.depth} layers")
 
     def weight_bytes(self) -> float:
         """Bytes of weights on the fullest rank."""
@@ -214,13 +226,6 @@ class Deployment:
 
     def cache_bytes(self) -> float:
         """Bytes of one token in the cache of the fullest rank, windows not counted."""
-        parallel = self.parallel
-        found = 0.0
-        for layer, count in self.model.layers:
-            mixer = layer.mixer
-            if isinstance(mixer, SoftmaxAttention) and not mixer.window:
-                kept = max(mixer.kv_heads // parallel.attention_tp, 1)
-                found += count * 2 * kept * mixer.head_dim
-            elif isinstance(mixer, LatentAttention):
-                found += count * mixer.cache_elements
-        return found * CACHE_BITS[self.precision.kv] / 8 / parallel.pp
+        ranks = self.parallel.attention_tp
+        elements = sum(count * layer.mixer.cache_elements(ranks) for layer, count in self.model.layers)
+        return elements * CACHE_BITS[self.precision.kv] / 8 / self.parallel.pp

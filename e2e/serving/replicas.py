@@ -31,43 +31,38 @@ def serve_workload(
     ``router``: ``round-robin``, one after the other; ``least-loaded``, where the fewest requests are; ``prefix``, equal
     beginnings of prompts to the same replica.
     """
-    numbers = np.arange(load.count)
+    numbers, count = np.arange(load.count), len(replicas)
     if decoders is not None or router == "least-loaded":
         _serve(load, numbers, load.concurrency, replicas, decoders)
         return
-    count = len(replicas)
+    places = numbers % count
     if router == "prefix" and load.prefixes is not None:
-        places = np.array([each[0] % count if each else number % count for number, each in enumerate(load.prefixes)])
-    else:
-        places = numbers % count
+        places = np.array([(each[0] if each else number) % count for number, each in enumerate(load.prefixes)])
     if load.arrivals is None and load.concurrency < count:
-        _serve(load, numbers, load.concurrency, replicas, None, places)
+        _serve(load, numbers, load.concurrency, replicas, places=places)
         return
     # These routers ask no replica for its state: each replica is served for itself, which is faster.
     for place, replica in enumerate(replicas):
         own = numbers[places == place]
         # Clients wait where their requests are served.
         clients = math.ceil(load.concurrency * len(own) / load.count - place / count)
-        _serve(load, own, max(clients, 1), [replica], None)
+        _serve(load, own, max(clients, 1), [replica])
 
 
 def _serve(
-    load: Workload,
-    numbers: np.ndarray,
-    concurrency: int,
-    replicas: Sequence[Scheduler],
-    decoders: Decoders | None,
-    places: np.ndarray | None = None,
-) -> None:
+    load: Workload, numbers: np.ndarray, concurrency: int, replicas: Sequence[Scheduler],
+    decoders: Decoders | None = None, places: np.ndarray | None = None,
+) -> None:  # fmt: skip
     """Serve the requests ``numbers``, in time order: the earliest of all replicas makes the next step.
 
     ``places``: replica of each request; ``None``: the least loaded.
     """
-    left, position, listed = len(numbers), 0, numbers.tolist()
+    left, listed = len(numbers), iter(numbers.tolist())
     arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
     # Heap of the times at which clients send; in a closed loop all start at once.
     sends = [0.0] * min(concurrency, left) if arrivals is None else arrivals
-    handed: list[tuple[float, int]] = []
+    waiting = left - len(sends)  # requests whose client has no answer to the one before
+    handed: list[tuple[float, int]] = []  # heap of sequences that are sent to a decoder, and when they are there
     sent, inputs, outputs = replicas[0].run.sent, load.inputs.tolist(), load.outputs.tolist()
     decoding = decoders.replicas if decoders else ()
     every = [*replicas, *decoding]
@@ -77,31 +72,29 @@ def _serve(
         moved = handed[0][0] if handed else _NEVER
         if len(every) > 1:
             busy = sorted(each.now for each in every if each.load)
-            earliest = min(every, key=_clock)
+            earliest = min(every, key=lambda each: each.now if each.load else _NEVER)
             others = busy[1] if len(busy) > 1 else _NEVER
         if when <= earliest.now or moved <= earliest.now or not earliest.load:
             if when <= moved:
-                number = listed[position]
-                position += 1
+                number = next(listed)
                 heapq.heappop(sends)
                 sent[number] = when
-                each = _sequence(load, number, inputs[number], outputs[number] - 1)
-                if decoders:
-                    each.left = 0
-                chosen = min(replicas, key=_queue) if places is None else replicas[int(places[number])]
+                each = _sequence(load, number, inputs[number], 0 if decoders else outputs[number] - 1)
+                chosen = min(replicas, key=_queue) if places is None else replicas[places[number]]
                 chosen.submit(each, when)
             else:
                 number = heapq.heappop(handed)[1]
                 each = ServedSequence(number, inputs[number], outputs[number] - 1, done=inputs[number])
                 min(decoding, key=_queue).submit(each, moved)
             continue
-        earliest.step(min(when, moved, others) if moved < when or others < when else when)
+        earliest.step(min(when, moved, others))
         for number in earliest.ended:
             if decoders and earliest in replicas and outputs[number] > 1:
                 heapq.heappush(handed, (earliest.now + decoders.transfer(inputs[number]), number))
                 continue
             left -= 1
-            if arrivals is None and position + len(sends) < len(listed):
+            if waiting:
+                waiting -= 1
                 heapq.heappush(sends, earliest.now)
         earliest.ended.clear()
 
@@ -109,19 +102,11 @@ def _serve(
 _NEVER = float("inf")
 
 
-def _clock(each: Scheduler) -> float:
-    return each.now if each.load else _NEVER
-
-
 def _queue(each: Scheduler) -> int:
     return each.load
 
 
 def _sequence(load: Workload, number: int, prompt: int, left: int) -> ServedSequence:
-    return ServedSequence(
-        number,
-        prompt,
-        left,
-        0 if load.priorities is None else int(load.priorities[number]),
-        () if load.prefixes is None else load.prefixes[number][: prompt // load.prefix_block],
-    )
+    priority = 0 if load.priorities is None else int(load.priorities[number])
+    prefix = () if load.prefixes is None else load.prefixes[number][: prompt // load.prefix_block]
+    return ServedSequence(number, prompt, left, priority, prefix)

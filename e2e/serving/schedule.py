@@ -102,6 +102,7 @@ class Scheduler:
 
     def __init__(self, price: StepPrice, room: int, run: ServedRun, prefixes: PrefixCache | None = None) -> None:
         self.price, self.engine, self.room, self.run, self.prefixes = price, price.engine, room, run, prefixes
+        self.copies = price.copies  # of the attention, with a budget and sequences each
         self.number = len(run.busy_seconds)
         run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
@@ -153,7 +154,8 @@ class Scheduler:
         """Prompts of the next step, with the number of their tokens that it computes."""
         engine = self.engine
         whole = engine.schedule == "whole-prompts"
-        budget = engine.token_budget - (0 if engine.schedule == "prefill-first" else len(self.running))
+        budget = engine.token_budget * (1 if engine.shares_budget else self.copies)
+        budget -= 0 if engine.schedule == "prefill-first" else len(self.running)
         found: list[tuple[ServedSequence, int]] = []
         while budget > 0:
             if self.filling and (not found or found[-1][0] is not self.filling[-1]):
@@ -190,7 +192,7 @@ class Scheduler:
         if not active:
             return True
         each, room, policy = self.waiting[0][1], self.room, self.engine.admission
-        if active >= self.engine.sequences or self.full:
+        if active >= self.engine.sequences * self.copies or self.full:
             return False
         if policy == "no-evict":
             return self.promised + each.prompt + each.left + 1 <= room

@@ -10,64 +10,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, product
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from costmodel.base.errors import InputError, ProjectError, ShortageError
 from costmodel.base.process import usable_cores
-from costmodel.base.units import whole_number
+from costmodel.base.units import format_quantity, whole_number
 from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.cluster import load_cluster, load_gpu
-from e2e.serving.cache_room import CacheRoom, cache_room
-from e2e.serving.deployment import Deployment
-from e2e.serving.replicas import serve_workload
-from e2e.serving.schedule import Scheduler, ServedRun
-from e2e.serving.served_model import Experts, LatentAttention, ServedModel
-from e2e.serving.serving_answer import ServingAnswer, deployment_of, model_of, workload_of
+from costmodel.pages.charts import PALETTE, inline_chart, set_logarithmic, set_tip
+from costmodel.pages.document import render, write_page
+from e2e.capture.models.served_model import LatentAttention, ServedModel
+from e2e.serving.serving_answer import Tables, deployment_of, model_of, serve
 from e2e.serving.serving_request import PlanRequest, ServingRequest
-from e2e.serving.serving_result import PROBABILITY, latency_intervals
-from e2e.serving.step_price import StepPrice
-from e2e.sources.gpu_prices import GpuPrices, read_prices
+from e2e.serving.serving_result import PROBABILITY, ServingResult, serving_result
+from e2e.sources.gpu_prices import read_prices
 from e2e.sweeps.worker_process import each_in_processes, tie_worker
 
 # Requests of a closed loop, per user and at least; of arrivals at a rate.
 _PER_USER, _LEAST, _ARRIVALS = 10, 32, 600
-# A larger limit of sequences is tried as long as throughput grows by this factor.
+# More users are tried as long as throughput grows by this factor.
 _GAIN = 1.03
+# At a rate: most copies, as a multiple of those that the throughput asks for.
+_MOST_COPIES = 64
 _HALF_WIDTH = NormalDist().inv_cdf(0.5 + PROBABILITY / 2)
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One setting: a copy of the model, and what it gives ``concurrency`` users; seconds."""
+    """One setting: a copy of the model on ``gpus`` GPUs that serves ``users`` at once, and what it gives them."""
 
-    gpu: str
+    request: ServingRequest
+    served: ServingResult
     gpus: int
-    engine: str
-    parallel: str
-    precision: str
-    # Limit of sequences of a copy.
-    concurrency: int
-    ttft_seconds: float
-    tpot_seconds: float
+    users: int
     # Probability that both targets are held.
     probability: float
-    output_tokens_per_second_per_gpu: float
-    tokens_per_second_per_user: float
-    requests_per_second: float
-    # Requests that arrive at a copy per second; None: all users wait for answers.
-    rate: float | None = None
-    # For the asked load, if the targets are held: copies, GPUs of all, and their price per hour if it is known.
+    # For the asked load, if the targets are held: copies, and the price of all per hour if it is known.
     copies: int | None = None
-    total_gpus: int | None = None
     per_hour: float | None = None
+
+    @property
+    def total_gpus(self) -> int | None:
+        """GPUs of all copies."""
+        return None if self.copies is None else self.copies * self.gpus
 
     @property
     def cost(self) -> float:
         """What is made small: the price per hour, or the number of GPUs; infinite if the targets are not held."""
         found = self.per_hour if self.per_hour is not None else self.total_gpus
         return math.inf if found is None else found
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """Place on the frontier: tokens per second of one user, and of all per GPU."""
+        return self.served.tokens_per_second_per_user, self.served.output_tokens_per_second_per_gpu
+
+    def to_json(self) -> dict[str, Any]:
+        """The setting as ``--json`` prints it."""
+        asked = ("gpu", "engine", "parallel", "precision", "speculate", "disaggregate", "rate")
+        figures = ("output_tokens_per_second_per_gpu", "tokens_per_second_per_user", "requests_per_second")
+        own = ("gpus", "users", "probability", "copies", "total_gpus", "per_hour")
+        return {
+            **{name: getattr(self.request, name) for name in asked},
+            **{name: asdict(getattr(self.served, name)) for name in ("ttft_seconds", "tpot_seconds")},
+            **{name: getattr(self.served, name) for name in figures},
+            **{name: getattr(self, name) for name in own},
+        }
 
 
 @dataclass
@@ -90,17 +102,10 @@ class ServingPlan:
         for a user first.
         """
         found: list[PlanRow] = []
-        for each in sorted(
-            (each for each in self.rows if each.rate is None),
-            key=lambda row: (-row.tokens_per_second_per_user, -_throughput(row)),
-        ):
-            if not found or _throughput(each) > _throughput(found[-1]):
+        for each in sorted((row for row in self.rows if row.request.rate is None), key=lambda row: row.place)[::-1]:
+            if not found or each.place[1] > found[-1].place[1]:
                 found.append(each)
         return found
-
-
-def _throughput(row: PlanRow) -> float:
-    return row.output_tokens_per_second_per_gpu
 
 
 # Progress: deployments done, all of them, and the newest.
@@ -110,8 +115,7 @@ _Task = tuple[PlanRequest, ServingRequest, "float | None"]
 
 def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, count, text: None) -> ServingPlan:
     """Price all settings; Ctrl-C keeps those that are done. Raises ``InputError`` for options that cannot be."""
-    prices = None if request.price is None else read_prices(request.price)
-    tasks = dict(enumerate(_tasks(request, prices)))
+    tasks = dict(enumerate(_tasks(request)))
     workers = request.workers or usable_cores()
     plan, errors = ServingPlan(request), list[ProjectError]()
     if workers == 1 or len(tasks) < 4:
@@ -133,22 +137,25 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
         plan.stopped = True
     if errors and not plan.rows and not plan.stopped:
         raise next((each for each in errors if isinstance(each, ShortageError)), errors[0])
-    plan.rows.sort(key=lambda row: (row.cost, -row.probability, -_throughput(row)))
+    plan.rows.sort(key=lambda row: (row.cost, -row.probability, -row.place[1]))
     return plan
 
 
-def _tasks(request: PlanRequest, prices: GpuPrices | None) -> list[_Task]:
+def _tasks(request: PlanRequest) -> list[_Task]:
     """All deployments, with the price of a GPU-hour."""
-    model = model_of(request.served(gpu="h100-sxm"))
+    model = model_of(request)
+    prices = None if request.price is None else read_prices(request.price)
     counts = [whole_number(each) or 0 for each in request.gpus.split(",")]
     if not all(counts):
         raise InputError(f"--gpus {request.gpus}: write numbers of GPUs, such as 1,2,4,8")
     found = []
     for gpu, count, engine in product(_names(request.gpus_of), counts, _names(request.engine)):
         price = None if prices is None else prices.of(gpu, load_gpu(gpu).name).per_gpu_hour
-        for parallel, precision in product(_ways(model, gpu, count), _precisions(request, model, gpu)):
-            asked = request.served(gpu=gpu, gpus=count, engine=engine, parallel=parallel, precision=precision)
-            found.append((request, asked, price))
+        ways, precisions = _ways(model, gpu, count), _precisions(request, model, gpu)
+        drafts, splits = {"", request.speculate}, {"", request.disaggregate}
+        for each in product(ways, precisions, sorted(drafts), sorted(splits)):
+            named = dict(zip(("parallel", "precision", "speculate", "disaggregate"), each, strict=True))
+            found.append((request, request.served(gpu=gpu, gpus=count, engine=engine, **named), price))
     return found
 
 
@@ -163,7 +170,7 @@ def _ways(model: ServedModel, gpu: str, count: int) -> list[str]:
     found = [f"tp={count}"]
     if count == 1:
         return found
-    if any(isinstance(layer.block, Experts) for layer, _ in model.layers):
+    if model.has_experts:
         found.append(f"tp={count},ep={count}")
         if any(isinstance(layer.mixer, LatentAttention) for layer, _ in model.layers):
             found.append(f"tp={count},ep={count},dp-attention={count}")
@@ -188,95 +195,180 @@ def _rows(task: _Task) -> list[PlanRow] | ProjectError:
 
 
 def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) -> list[PlanRow]:
-    deployment = deployment_of(asked)
-    room = cache_room(deployment)
-    longest = workload_of(replace(asked, requests=_LEAST)).longest
-    if room.tokens < longest:
-        raise ShortageError(room.shortage(deployment, longest))
-    copy = _Copy(request, asked, deployment, StepPrice(deployment), room)
+    tables: Tables = {}
+
+    def row(users: int, copies: int | None = None, **load: Any) -> PlanRow:
+        """Setting for at most ``users`` at once under ``load``."""
+        one = replace(asked, engine_options=f"sequences={users}", **load)
+        answer = serve(one, tables)
+        served = serving_result(answer, with_table_error=False)
+        sure = _probability(request, served, ("ttft", "tpot"))
+        per_hour = None if price is None or copies is None else price * copies * answer.gpus
+        return PlanRow(one, served, answer.gpus, users, sure, copies, per_hour)
+
+    def with_users(users: int, copies: int | None = None) -> PlanRow:
+        return row(users, copies, concurrency=users, requests=max(_PER_USER * users, _LEAST))
+
     rows: list[PlanRow] = []
-    for users in (1 << place for place in range(14)):
-        if rows and (users > deployment.engine.sequences or users * longest > room.tokens):
+    for users in (1 << power for power in range(deployment_of(asked).engine.sequences.bit_length())):
+        if rows and users * (asked.input_length + asked.output_length) > rows[-1].served.cache["tokens"]:
             break
-        rows.append(copy.closed(users))
-        if len(rows) > 1 and rows[-1].requests_per_second < _GAIN * rows[-2].requests_per_second:
+        rows.append(with_users(users))
+        if len(rows) > 1 and rows[-1].served.requests_per_second < _GAIN * rows[-2].served.requests_per_second:
             break
-    return [_priced(each, price) for each in copy.with_copies(rows)]
+    # Requests that arrive at a rate do not wait for one another as users do who all begin at once.
+    targets = ("ttft", "tpot") if request.rate is None else ("tpot",)
+    holding = [each for each in rows if _probability(request, each.served, targets) >= request.probability]
+    if not holding:
+        return rows
+    most = holding[-1]
+    if request.concurrency is not None:
+        copies = -(-request.concurrency // most.users)
+        users = -(-request.concurrency // copies)
+        return [*(each for each in rows if each.users != users), with_users(users, copies)]
+    assert request.rate is not None
+    # The copies are at least as many as their throughput asks for; arrivals at random ask for more.
+    least = max(math.ceil(request.rate / max(each.served.requests_per_second for each in rows)), 1)
+    low, high, best = least, least, None
+    while low < high if best else high <= _MOST_COPIES * least:
+        copies = (low + high) // 2 if best else high
+        found = row(most.users, copies, rate=request.rate / copies, requests=_ARRIVALS)
+        if found.probability >= request.probability:
+            best, high = found, copies
+        else:
+            low = copies + 1
+            high = high if best else max(low, math.ceil(1.3 * copies))
+    return [*rows, best] if best else rows
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One copy of the model, under different loads."""
-
-    request: PlanRequest
-    asked: ServingRequest
-    deployment: Deployment
-    price: StepPrice
-    room: CacheRoom
-
-    def closed(self, users: int) -> PlanRow:
-        """What ``users`` get."""
-        return self._row(replace(self.asked, concurrency=users, requests=max(_PER_USER * users, _LEAST)), users)
-
-    def at_rate(self, rate: float, users: int) -> PlanRow:
-        """What those get who send ``rate`` requests per second."""
-        return self._row(replace(self.asked, rate=rate, requests=_ARRIVALS), users)
-
-    def _row(self, asked: ServingRequest, users: int) -> PlanRow:
-        load, run = workload_of(asked), ServedRun.of(int(asked.requests or 0))  # type: ignore[arg-type]
-        price = self.price.with_engine(replace(self.price.engine, sequences=users))
-        serve_workload(load, [Scheduler(price, self.room.tokens, run)])
-        answer = ServingAnswer(asked, self.deployment, load, price, self.room, run)
-        ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
-        highest = [high for _, high in latency_intervals(answer)]
-        seconds = float(run.last.max())
-        return PlanRow(
-            str(asked.gpu), asked.gpus, asked.engine, asked.parallel, asked.precision, users, ttft, tpot,
-            min(_held(ttft, highest[0], self.request.ttft), _held(tpot, highest[1], self.request.tpot)),
-            float(load.outputs.sum()) / seconds / asked.gpus, 1 / tpot if tpot else 0.0, load.count / seconds,
-            asked.rate,
-        )  # fmt: skip
-
-    def with_copies(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """``rows``, and with how many copies they hold the asked load."""
-        holds = [each for each in rows if each.probability >= self.request.probability]
-        if not holds:
-            return list(rows)
-        most = holds[-1]
-        rest = [each for each in rows if each is not most]
-        if self.request.concurrency is not None:
-            copies = -(-self.request.concurrency // most.concurrency)
-            users = -(-self.request.concurrency // copies)
-            return [*rest, replace(self.closed(users) if users != most.concurrency else most, copies=copies)]
-        assert self.request.rate is not None
-        # The copies are at least as many as their throughput asks for; arrivals at random ask for more.
-        few = max(math.ceil(self.request.rate / max(each.requests_per_second for each in rows)), 1)
-        many, best = few, None
-        while best is None and many <= 64 * few:
-            found = self.at_rate(self.request.rate / many, most.concurrency)
-            if found.probability >= self.request.probability:
-                best = replace(found, copies=many)
-            else:
-                few, many = many + 1, max(many + 1, math.ceil(many * 1.3))
-        while best is not None and few < many:
-            middle = (few + many) // 2
-            found = self.at_rate(self.request.rate / middle, most.concurrency)
-            if found.probability >= self.request.probability:
-                best, many = replace(found, copies=middle), middle
-            else:
-                few = middle + 1
-        return list(rows) if best is None else [*rows, best]
+def _probability(request: PlanRequest, served: ServingResult, targets: Sequence[str]) -> float:
+    """Probability that the ``targets`` are held: errors are log-normal, and relatively those of the mean."""
+    found = [1.0]
+    for name in targets:
+        target, spread = getattr(request, name), getattr(served, f"{name}_seconds")
+        if target is not None and spread.mean:
+            width = math.log(getattr(served, f"{name}_interval_seconds")[1] / spread.mean)
+            found.append(NormalDist().cdf(_HALF_WIDTH * math.log(target / spread[request.percentile]) / width))
+    return min(found)
 
 
-def _held(mean: float, high: float, target: float | None) -> float:
-    """Probability that ``target`` is held: errors are log-normal, and ``high`` is the upper end of the interval."""
-    if target is None:
-        return 1.0
-    return NormalDist().cdf(_HALF_WIDTH * math.log(target / mean) / max(math.log(high / mean), 1e-9))
+# --- reports ------------------------------------------------------------------------------------
 
 
-def _priced(row: PlanRow, price: float | None) -> PlanRow:
-    if row.copies is None:
-        return row
-    gpus = row.copies * row.gpus
-    return replace(row, total_gpus=gpus, per_hour=None if price is None else gpus * price)
+def plan_record(plan: ServingPlan) -> dict[str, Any]:
+    """The document of ``--json``."""
+    best = plan.best
+    return {
+        "request": plan.request.to_json(),
+        "best": None if best is None else {**best.to_json(), "command": start_command(best)},
+        "frontier": [each.to_json() for each in plan.frontier],
+        "settings": [each.to_json() for each in plan.rows],
+        "refused": plan.refused,
+        "stopped": plan.stopped,
+    }
+
+
+def plan_text(plan: ServingPlan) -> str:
+    """Lines of text."""
+    best, lines = plan.best, []
+    if best is None:
+        lines.append(f"{_targets(plan)}: no setting holds this with probability {plan.request.probability:g}")
+    else:
+        lines += [f"cheapest for {_targets(plan)}:", *_table(plan, [best])]
+        lines.append(f"start each copy with: {start_command(best)}")
+    first = {row.request.gpu: row for row in reversed(plan.rows) if row.copies}
+    others = [row for row in plan.rows if row is not best and row is first.get(row.request.gpu)]
+    if others:
+        lines += ["", "cheapest of the other GPUs:", *_table(plan, others)]
+    lines += ["", "frontier of throughput per GPU against the speed of one user:"]
+    lines += _table(plan, plan.frontier)
+    if plan.refused:
+        lines += ["", f"{len(plan.refused)} deployments are not possible, such as {plan.refused[0]}"]
+    return "\n".join(lines)
+
+
+def _targets(plan: ServingPlan) -> str:
+    asked = plan.request
+    load = f"{asked.rate:g} requests/s" if asked.rate else f"{asked.concurrency:,} users"
+    targets = {"TTFT": asked.ttft, "TPOT": asked.tpot}
+    return ", ".join([load, *(f"{name} {format_quantity(value, 's', 3)}" for name, value in targets.items() if value)])
+
+
+def _cells(plan: ServingPlan, row: PlanRow) -> dict[str, str]:
+    asked, served, held = row.request, row.served, plan.request.percentile
+    name = "" if held == "mean" else f" {held}"
+    found = "" if row.total_gpus is None else f"{row.copies} x {row.gpus} = {row.total_gpus}"
+    return {
+        "GPUs": f"{row.gpus} x {asked.gpu}",
+        "engine": asked.engine,
+        "parallel": ", ".join(filter(None, (asked.parallel, asked.disaggregate, asked.speculate))),
+        "precision": asked.precision or "as stored",
+        "users": f"{row.users:,}",
+        f"TTFT{name}": format_quantity(served.ttft_seconds[held], "s", 3),
+        f"TPOT{name}": format_quantity(served.tpot_seconds[held], "s", 3),
+        "tokens/s/user": f"{served.tokens_per_second_per_user:.1f}",
+        "tokens/s/GPU": f"{served.output_tokens_per_second_per_gpu:,.0f}",
+        "sure": f"{row.probability:.0%}",
+        "in all": found if row.per_hour is None else f"{found}, {row.per_hour:.2f}/h",
+    }
+
+
+def _table(plan: ServingPlan, rows: Sequence[PlanRow]) -> list[str]:
+    cells = [_cells(plan, row) for row in rows]
+    listed = [list(cells[0]), *(list(each.values()) for each in cells)] if cells else []
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed]
+
+
+def start_command(row: PlanRow) -> str:
+    """The command that starts one copy of ``row``, as ``engines.yaml`` has it."""
+    from jinja2 import Template
+
+    asked, deployment = row.request, deployment_of(row.request)
+    precision = deployment.precision
+    words = Template(deployment.engine.start).render(
+        model=asked.model or str(asked.model_config.parent if asked.model_config else ""),
+        way=deployment.parallel,
+        engine=deployment.engine,
+        draft=deployment.speculation,
+        own_draft="draft=" not in asked.speculate,
+        apart=asked.disaggregate,
+        casts=precision.weights.startswith("fp8") and not deployment.model.stored,
+        cache8=precision.kv == "fp8",
+        longest=asked.input_length + asked.output_length,
+    )
+    return " ".join(words.split())
+
+
+def write_plan_page(plan: ServingPlan, path: Path) -> None:
+    """Write the page; ``OutputError`` if it cannot be written."""
+    best, cells = plan.best, [_cells(plan, row) for row in plan.rows]
+    page = render(
+        "e2e.serving/plan.html",
+        title=f"Serving {plan.request.model or plan.request.model_config}",
+        answer="No setting holds the targets." if best is None else ", ".join(_cells(plan, best).values()),
+        command="" if best is None else start_command(best),
+        question=_targets(plan),
+        frontier=inline_chart("Throughput per GPU against the speed of one user", lambda axes: _draw(axes, plan), 5.0),
+        columns=list(cells[0]) if cells else [],
+        surpassing=[list(_cells(plan, row).values()) for row in plan.frontier],
+        settings=[list(each.values()) for each in cells],
+        refused=[(each,) for each in plan.refused],
+    )
+    write_page(path, page)
+
+
+def _draw(axes: Any, plan: ServingPlan) -> None:
+    gpus = dict.fromkeys(row.request.gpu for row in plan.rows)
+    for gpu, colour in zip(gpus, cycle(PALETTE), strict=False):
+        rows = [row for row in plan.rows if row.request.gpu == gpu]
+        for row in rows:
+            (dot,) = axes.plot(*row.place, ".", color=colour, alpha=0.5)
+            set_tip(dot, ", ".join(_cells(plan, row).values()))
+        best = ServingPlan(plan.request, rows).frontier
+        axes.plot(*zip(*(row.place for row in best), strict=True), color=colour, label=gpu)
+    if plan.best:
+        axes.plot(*plan.best.place, "D", color="none", markeredgecolor="#777777", markersize=12, label="the cheapest")
+    set_logarithmic(axes, "xy")
+    axes.set(xlabel="tokens/s of one user", ylabel="output tokens/s per GPU")
+    axes.legend()

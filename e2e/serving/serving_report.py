@@ -1,22 +1,22 @@
-"""Reports of an answer: text for people, and a page with curves over concurrency."""
+"""Reports of an answer: text for people, a page with curves over concurrency, and a timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from costmodel.base.units import format_quantity
-from costmodel.pages.charts import PALETTE, inline_chart, place_labels
+from costmodel.pages.charts import PALETTE, inline_chart, place_labels, set_logarithmic
 from costmodel.pages.document import render, write_page
+from e2e.report.timeline_export import Event, name_event, slice_event, write_events
+from e2e.serving.schedule import LoggedStep
 from e2e.serving.serving_answer import ServingAnswer, serve
 from e2e.serving.serving_result import ServingResult, Spread, serving_result
 
 
-def show(result: ServingResult) -> str:
+def answer_text(result: ServingResult) -> str:
     """Lines of text."""
     lines = figure_lines(result)
     width = max(len(name) for name, _ in lines)
@@ -48,7 +48,8 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
         ("decoding", f"{step.sequences} sequences after {step.context:,} tokens: {_time(step.seconds)} a step, "
                      f"{_time(step.device_seconds)} of the GPU at {step.bandwidth_share:.0%} of its bandwidth"),
         ("prefill", f"{prefill.tokens:,} tokens: {_time(prefill.seconds)} a step, MFU {prefill.arithmetic_share:.0%}"),
-        ("memory", ", ".join(f"{name} {value / 1e9:.3g} GB" for name, value in _memory(result))),
+        ("memory", ", ".join(f"{name.removesuffix('_bytes')} {value / 1e9:.3g} GB"
+                             for name, value in result.memory.items())),
         ("cache", f"{result.cache['tokens']:,} tokens, {result.cache['used_share']:.0%} in use "
                   f"({result.cache['most_used_share']:.0%} at most)"),
         ("prices", _shares(result.coverage)),
@@ -58,18 +59,19 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
 
 def _deployment(result: ServingResult) -> str:
     asked = result.request
-    model = asked.get("model") or asked.get("model_config")
-    spread = f" ({asked['parallel']})" if asked.get("parallel") else ""
+    spread = f" ({asked['parallel']})" if "parallel" in asked else ""
+    model = asked.get("model") or asked["model_config"]
     return f"{model} on {asked.get('gpus', 1)} x {asked['gpu']}{spread}, {result.engine}"
 
 
 def _load(result: ServingResult) -> str:
     asked = result.request
+    sent = f"{result.requests:,} requests"
     if isinstance(asked.get("requests"), str):
-        return f"{result.requests:,} requests of {asked['requests']} in {result.seconds:,.1f} s"
+        return f"{sent} of {asked['requests']} in {result.seconds:,.1f} s"
     lengths = f"{asked.get('input_length', 1024):,} + {asked.get('output_length', 256):,} tokens"
     how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{asked.get('concurrency', 1):,} users"
-    return f"{how}, {lengths}, {result.requests:,} requests in {result.seconds:,.1f} s"
+    return f"{how}, {lengths}, {sent} in {result.seconds:,.1f} s"
 
 
 def _latency(spread: Spread, interval: tuple[float, float] | None = None) -> str:
@@ -86,17 +88,15 @@ def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
-def _memory(result: ServingResult) -> list[tuple[str, float]]:
-    return [(name.removesuffix("_bytes"), value) for name, value in result.memory.items()]
-
-
 # --- the page -----------------------------------------------------------------------------------
 
-_MEMORY_COLOURS = dict(zip(("weight", "activation", "reserve", "cache"), ("#4477aa", "#228833", "#c9ced6", "#882255"),
-                           strict=True))  # fmt: skip
+_MEMORY_COLOURS = {"weight": "#4477aa", "activation": "#228833", "reserve": "#c9ced6", "cache": "#882255"}
 # Colours of parts beyond the palette's.
 _MORE_COLOURS = ("#8d6aa8", "#7a8b99", "#b08c2a", "#2a9d8f", "#c2556b", "#5e3b78")
 _MOST_USERS = 1024
+
+# Numbers of users, and their figures.
+Curve = Sequence[tuple[int, ServingResult]]
 
 
 def write_serving_page(answer: ServingAnswer, result: ServingResult, path: Path) -> None:
@@ -104,29 +104,29 @@ def write_serving_page(answer: ServingAnswer, result: ServingResult, path: Path)
     write_page(path, serving_page(result, users_curve(answer)))
 
 
-def users_curve(answer: ServingAnswer) -> list[tuple[int, ServingResult]]:
+def users_curve(answer: ServingAnswer) -> Curve:
     """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
-    request, found = answer.request, []
-    inputs, outputs = (round(float(each.mean())) for each in (answer.workload.inputs, answer.workload.outputs))
+    request, load = answer.request, answer.workload
     alike = replace(request, rate=None, duration=None, requests=None)
     if request.trace:
+        inputs, outputs = round(float(load.inputs.mean())), round(float(load.outputs.mean()))
         alike = replace(alike, input_length=inputs, output_length=outputs, shortest_length=1.0)
+    tokens = float((load.inputs + load.outputs).mean())
     most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
-    users = 1
-    while users <= most:
-        asked = replace(alike, concurrency=users, requests=4 * users)
-        found.append((users, serving_result(serve(asked, answer.price))))
-        if users > answer.deployment.engine.sequences or users * (inputs + outputs) > 2 * answer.room.tokens:
-            break
-        users *= 2
+    # The last one waits.
+    most = min(most, 2 * answer.deployment.engine.sequences, int(4 * answer.room.tokens / tokens))
+    found = []
+    for users in (1 << power for power in range(max(most, 1).bit_length())):
+        served = serve(replace(alike, concurrency=users, requests=4 * users), answer.tables)
+        found.append((users, serving_result(served, with_table_error=False)))
     return found
 
 
-def serving_page(result: ServingResult, curve: Sequence[tuple[int, ServingResult]]) -> str:
+def serving_page(result: ServingResult, curve: Curve) -> str:
     """Return the HTML text."""
     steps = [(f"{name} step, {_time(step.seconds)}", {**step.parts, "host": step.host_seconds})
              for name, step in (("Decoding", result.decode_step), ("Prompts'", result.prefill_step))]  # fmt: skip
-    names = list(dict.fromkeys(name for _, parts in steps for name in parts))
+    names = dict.fromkeys(name for _, parts in steps for name in parts)
     return render(
         "e2e.serving/serving.html",
         result=result,
@@ -136,41 +136,87 @@ def serving_page(result: ServingResult, curve: Sequence[tuple[int, ServingResult
         frontier=inline_chart("Throughput per GPU against tokens per second and user",
                               lambda axes: _draw_frontier(axes, result, curve), 4.5),
         latency=inline_chart("TTFT and TPOT over users", lambda axes: _draw_latency(axes, curve), 4.0),
-        points=[_point(users, each) for users, each in curve],
+        points=[
+            (f"{users:,}", _time(each.ttft_seconds.p50), _time(each.ttft_seconds.p99), _time(each.tpot_seconds.mean),
+             f"{each.tokens_per_second_per_user:.1f}", f"{each.output_tokens_per_second_per_gpu:,.0f}",
+             f"{each.cache['used_share']:.0%}", each.bound)
+            for users, each in curve
+        ],
         steps=steps,
         colours=dict(zip(names, (*PALETTE, *_MORE_COLOURS, *PALETTE), strict=False)),
-        memory={name: value for name, value in _memory(result) if name in _MEMORY_COLOURS},
+        memory={name: result.memory[f"{name}_bytes"] for name in _MEMORY_COLOURS},
         memory_colours=_MEMORY_COLOURS,
     )  # fmt: skip
 
 
-def _point(users: int, each: ServingResult) -> tuple[str, ...]:
-    return (
-        f"{users:,}", _time(each.ttft_seconds.p50), _time(each.ttft_seconds.p99), _time(each.tpot_seconds.mean),
-        f"{each.tokens_per_second_per_user:.1f}", f"{each.output_tokens_per_second_per_gpu:,.0f}",
-        f"{each.cache['used_share']:.0%}", each.bound,
-    )  # fmt: skip
-
-
-def _draw_frontier(axes: Any, result: ServingResult, curve: Sequence[tuple[int, ServingResult]]) -> None:
-    users = [each.tokens_per_second_per_user for _, each in curve]
-    axes.plot(users, [each.output_tokens_per_second_per_gpu for _, each in curve], marker="o", color=PALETTE[0])
-    axes.plot([result.tokens_per_second_per_user], [result.output_tokens_per_second_per_gpu], marker="D", markersize=10,
-              linestyle="none", color=PALETTE[1])  # fmt: skip
+def _draw_frontier(axes: Any, result: ServingResult, curve: Curve) -> None:
+    places = [(each.tokens_per_second_per_user, each.output_tokens_per_second_per_gpu) for _, each in curve]
+    axes.plot(*zip(*places, strict=True), marker="o", color=PALETTE[0])
+    axes.plot(result.tokens_per_second_per_user, result.output_tokens_per_second_per_gpu, marker="D", markersize=10,
+              color=PALETTE[1])  # fmt: skip
     axes.set(xlabel="tokens/s per user", ylabel="output tokens/s per GPU", xlim=(0, None), ylim=(0, None))
-    place_labels(axes, [(f"{number:,}", (each.tokens_per_second_per_user, each.output_tokens_per_second_per_gpu))
-                        for number, each in curve])  # fmt: skip
+    place_labels(axes, [(f"{users:,}", place) for (users, _), place in zip(curve, places, strict=True)])
 
 
-def _draw_latency(axes: Any, curve: Sequence[tuple[int, ServingResult]]) -> None:
-    numbers = [number for number, _ in curve]
-    for place, (name, value) in enumerate((("TTFT p99", lambda each: each.ttft_seconds.p99),
-                                           ("TTFT p50", lambda each: each.ttft_seconds.p50),
-                                           ("TPOT", lambda each: each.tpot_seconds.mean))):  # fmt: skip
-        axes.plot(numbers, [1e3 * value(each) for _, each in curve], marker="o", label=name, color=PALETTE[place])
-    low, high = (np.array([1e3 * each.tpot_interval_seconds[end] for _, each in curve]) for end in (0, 1))
-    axes.fill_between(numbers, low, high, alpha=0.2, color=PALETTE[2], linewidth=0)
-    axes.set(xlabel="users", ylabel="ms")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+def _draw_latency(axes: Any, curve: Curve) -> None:
+    users, results = zip(*curve, strict=True)
+    lines = {
+        "TTFT p99": [each.ttft_seconds.p99 for each in results],
+        "TTFT p50": [each.ttft_seconds.p50 for each in results],
+        "TPOT, with the interval of its mean": [each.tpot_seconds.mean for each in results],
+    }
+    for (name, seconds), colour in zip(lines.items(), PALETTE, strict=False):
+        axes.plot(users, [1e3 * each for each in seconds], marker="o", label=name, color=colour)
+    low, high = ([1e3 * each.tpot_interval_seconds[end] for each in results] for end in (0, 1))
+    axes.fill_between(users, low, high, alpha=0.2, color=PALETTE[2], linewidth=0)
+    set_logarithmic(axes, "xy")
+    axes.set_xticks(users, [f"{each:,}" for each in users])
+    axes.set(xlabel="users", ylabel="latency, ms")
     axes.legend()
+
+
+# --- the timeline -------------------------------------------------------------------------------
+
+# Steps and requests of a timeline.
+_MOST_STEPS, _MOST_REQUESTS = 5000, 256
+_ENGINE, _REQUESTS = 1, 2
+
+
+def write_serving_timeline(answer: ServingAnswer, path: Path) -> None:
+    """Write the first steps as Chrome trace JSON for ui.perfetto.dev, compressed if ``path`` ends in ``.gz``;
+    ``OutputError`` if it cannot be written.
+    """
+    write_events(path, serving_events(answer))
+
+
+def serving_events(answer: ServingAnswer) -> Iterator[Event]:
+    """Yield tracks and slices: on the GPU the parts of each step, on the host what it adds to them."""
+    yield name_event("process_name", _ENGINE, 1, answer.deployment.engine.title)
+    yield name_event("process_name", _REQUESTS, 1, "requests")
+    for replica in sorted({step.replica for step in answer.run.log}):
+        which = f" of replica {replica}" if len(answer.run.busy_seconds) > 1 else ""
+        yield name_event("thread_name", _ENGINE, 2 * replica + 1, f"GPU{which}")
+        yield name_event("thread_name", _ENGINE, 2 * replica + 2, f"host between steps{which}")
+    until, written = 0.0, 0
+    for step in answer.run.log:
+        for place in range(min(step.repeats, _MOST_STEPS - written)):
+            until = step.start + (place + 1) * step.seconds
+            yield from _step_events(answer, step, until - step.seconds, place)
+        written = min(written + step.repeats, _MOST_STEPS)
+    run, load = answer.run, answer.workload
+    sent, first, last = run.sent.tolist(), run.first.tolist(), run.last.tolist()
+    shown = [each for each in range(load.count) if sent[each] <= until][:_MOST_REQUESTS]
+    for track, number in enumerate(shown, 1):
+        told = {"prompt tokens": int(load.inputs[number]), "output tokens": int(load.outputs[number])}
+        yield name_event("thread_name", _REQUESTS, track, f"request {number}")
+        yield slice_event("queue and prompt", "serving", _REQUESTS, track, sent[number], first[number], told)
+        yield slice_event("output", "serving", _REQUESTS, track, first[number], last[number], told)
+
+
+def _step_events(answer: ServingAnswer, step: LoggedStep, start: float, place: int) -> Iterator[Event]:
+    price, tokens = answer.price, sum(each.queries for each in step.prompts)
+    device = min(price.device_seconds(step.sequences, step.context + place, step.prompts), step.seconds)
+    names = [f"prompts {tokens}"] * bool(tokens) + [f"decode {step.sequences}"] * bool(step.sequences)
+    told = {"sequences": step.sequences, "context": round(step.context + place), "prompt tokens": tokens}
+    yield slice_event(" + ".join(names), "serving", _ENGINE, 2 * step.replica + 1, start, start + device, told)
+    yield slice_event("host", "serving", _ENGINE, 2 * step.replica + 2, start + device, start + step.seconds, told)

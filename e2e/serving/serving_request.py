@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import check_count, parse_quantity, whole_number
-from e2e.step.option_fields import Options, option, options_of
+from costmodel.base.units import check_count, read_seconds, whole_number
+from e2e.step.option_fields import Options, option
 from e2e.step.options import parse_routing
 
-MODEL_PANEL, GPU_PANEL, ENGINE_PANEL, LOAD_PANEL = "The model", "The GPUs", "The engine", "The load"
+_MODEL, _GPUS, _ENGINE, _LOAD = "The model", "The GPUs", "The engine", "The load"
 # Most requests of a run, which bounds its time and memory.
 MOST_REQUESTS = 1_000_000
-
+# Figures over the requests that a plan holds targets with.
+Percentile = Literal["mean", "p50", "p90", "p99"]
 # Routers of e2e.serving.replicas.
-ROUTERS = ("round-robin", "least-loaded", "prefix")
-
-
-def seconds_of(name: str, value: str | float) -> float:
-    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the option for anything else."""
-    try:
-        found = float(value)
-    except ValueError:
-        try:
-            found = parse_quantity(value, "s")
-        except ValueError as error:
-            raise InputError(f"--{name} {value}: {error}") from None
-    if not (math.isfinite(found) and found > 0):
-        raise InputError(f"--{name} {value}: give a finite time above zero, such as 500ms")
-    return found
+Router = Literal["round-robin", "least-loaded", "prefix"]
 
 
 def _seconds_option(name: str, help: str) -> Any:
-    return option(help, default=None, read=lambda value: seconds_of(name, value), as_text=True, panel=LOAD_PANEL)
+    return option(help, None, read=lambda value: read_seconds(name, value), as_text=True, panel=_LOAD)
 
 
 def _requests(value: int | str | Path) -> int | Path:
@@ -49,40 +35,31 @@ def _requests(value: int | str | Path) -> int | Path:
     return number
 
 
-def _number(name: str, value: float, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f"--{name} {value}: give a finite number")
-    if not least <= value <= most:
-        raise InputError(f"--{name} {value}: must be from {least:g} to {most:g}")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServedLoad(Options):
     """A language model, the requests that it serves, and latency targets."""
 
+    panel: ClassVar[str] = _LOAD
+
     model: str | None = option(
         "Language model: llama-3.1-8b, qwen3-235b, deepseek-r1 ... or its name on the Hugging Face hub.",
-        default=None, panel=MODEL_PANEL,
+        None, panel=_MODEL,
     )  # fmt: skip
-    model_config: Path | None = option(
-        "config.json of a model on the Hugging Face hub.", default=None, panel=MODEL_PANEL
-    )
+    model_config: Path | None = option("config.json of a model on the Hugging Face hub.", None, panel=_MODEL)
     precision: str = option(
         "Number types, such as weights=fp8,experts=mxfp4,activations=fp8,kv=fp8; default: as the model is stored.",
-        default="", panel=MODEL_PANEL,
+        "", panel=_MODEL,
     )  # fmt: skip
-    input_length: int = option("Tokens of the longest prompt.", default=1024, least=1, panel=LOAD_PANEL)
-    output_length: int = option("Tokens of the longest output.", default=256, least=1, panel=LOAD_PANEL)
+    input_length: int = option("Tokens of the longest prompt.", 1024, least=1)
+    output_length: int = option("Tokens of the longest output.", 256, least=1)
     shortest_length: float = option(
-        "Lengths are drawn evenly between this share of the longest and the longest.", default=1.0, panel=LOAD_PANEL
+        "Lengths are drawn evenly between this share of the longest and the longest.", 1.0, within=(1e-6, 1)
     )
     concurrency: int | None = option(
-        "Users that each send a request after the answer to the one before; default: 1.",
-        default=None, least=1, panel=LOAD_PANEL,
-    )  # fmt: skip
+        "Users that each send a request after the answer to the one before; default: 1.", None, least=1
+    )
     rate: float | None = option(
-        "Requests per second that arrive at random, in place of --concurrency.", default=None, panel=LOAD_PANEL
+        "Requests per second that arrive at random, in place of --concurrency.", None, within=(1e-6, 1e6)
     )
     ttft: float | None = _seconds_option("ttft", "Target for the time to the first token, such as 500ms.")
     tpot: float | None = _seconds_option("tpot", "Target for the time per output token, such as 40ms.")
@@ -91,107 +68,106 @@ class ServedLoad(Options):
         super().__post_init__()
         if (self.model is None) == (self.model_config is None):
             raise InputError("give --model NAME or --model-config FILE, one of them")
-        _number("shortest-length", self.shortest_length, 1e-6, 1.0)
-        if self.rate is not None:
-            _number("rate", self.rate, 1e-6, 1e6)
-            if self.concurrency is not None:
-                raise InputError(
-                    "--rate and --concurrency: users either wait for answers or arrive at a rate; give one"
-                )
+        if self.rate is not None and self.concurrency is not None:
+            raise InputError("--rate and --concurrency: users either wait for answers or arrive at a rate; give one")
 
     def to_json(self) -> dict[str, Any]:
         """Options that differ from their defaults, as JSON has them."""
-        own = options_of(type(self))
-        return {
-            name: str(value) if isinstance(value, Path) else own[name].text(value) if own[name].words.write else value
-            for name, value in self.given_values().items()
-        }
+        return {name: str(each) if isinstance(each, Path) else each for name, each in self.given_values().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest(ServedLoad):
     """A language model on GPUs, and the requests that it serves; by the names of the command line."""
 
+    panel: ClassVar[str] = _GPUS
+
     routing: str = option(
-        "Tokens of each expert: power-law=1.01 (default, as trained routers), drawn (all alike), balanced.",
-        default="power-law=1.01",
-        panel=MODEL_PANEL,
-    )
-    gpu: str = option(
-        "GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", default="", panel=GPU_PANEL
-    )
-    gpus: int = option("Number of GPUs of one copy of the model.", default=1, least=1, panel=GPU_PANEL)
-    parallel: str = option(
-        "How the GPUs share the model: tp=8,ep=8,dp-attention=8,pp=1; default: tp over all GPUs.",
-        default="", panel=GPU_PANEL,
+        "Tokens of each expert: drawn=1 (default: by popularity; 0: all alike), power-law=1.01, balanced.",
+        "drawn=1", panel=_MODEL,
     )  # fmt: skip
-    engine: str = option(
-        "Serving engine: vllm, sglang or trtllm, with =VERSION for a version.", default="vllm", panel=ENGINE_PANEL
-    )
+    gpu: str = option("GPU or cluster: a name (`python -m costmodel machines`) or a YAML file.", "")
+    gpus: int = option("Number of GPUs of one copy of the model.", 1, least=1)
+    parallel: str = option("How the GPUs share the model: tp=8,ep=8,dp-attention=8,pp=1; default: tp over all.", "")
+    engine: str = option("Serving engine: vllm, sglang or trtllm, with =VERSION for a version.", "vllm", panel=_ENGINE)
     engine_options: str = option(
         "Values of the engine: token-budget=2048,sequences=256,memory-share=0.95,server=50ms ... (docs/serving.md).",
-        default="", panel=ENGINE_PANEL,
+        "", panel=_ENGINE,
     )  # fmt: skip
     speculate: str = option(
         "Speculative decoding: tokens=3,acceptance=0.7, and draft=MODEL unless the model predicts them itself.",
-        default="", panel=ENGINE_PANEL,
+        "", panel=_ENGINE,
     )  # fmt: skip
-    replicas: int = option("Copies of all that --gpus says, behind a router.", default=1, least=1, panel=GPU_PANEL)
-    router: str = option(f"Who serves a request: {', '.join(ROUTERS)}.", default=ROUTERS[0], panel=GPU_PANEL)
+    replicas: int = option("Copies of all that --gpus says, behind a router.", 1, least=1)
+    router: Router = option("Which copy serves a request.", "round-robin")
     disaggregate: str = option(
-        "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... where they differ.",
-        default="", panel=GPU_PANEL,
-    )  # fmt: skip
+        "Copies for prompts and for decoding: prefill=2,decode=6, and prefill-tp=4,decode-tp=8,... if they differ.", ""
+    )
     requests: int | Path | None = option(
         "Number of requests (default: 10 per user, 1000 at a rate), or a trace: .csv or .jsonl of Azure, BurstGPT or "
-        "Mooncake.", default=None, read=_requests, as_text=True, panel=LOAD_PANEL,
+        "Mooncake.", None, read=_requests, as_text=True, panel=_LOAD,
     )  # fmt: skip
-    prefix_length: int | None = option(
-        "Tokens that prompts have in common at their beginnings.", default=None, least=1, panel=LOAD_PANEL
-    )
-    prefix_share: float = option("Share of the prompts with such a beginning.", default=1.0, panel=LOAD_PANEL)
-    prefix_groups: int = option("Number of different beginnings.", default=1, least=1, panel=LOAD_PANEL)
+    prefix_length: int | None = option("Tokens that prompts begin with in common.", None, least=1, panel=_LOAD)
+    prefix_share: float = option("Share of the prompts with such a beginning.", 1.0, within=(0, 1), panel=_LOAD)
+    prefix_groups: int = option("Number of different beginnings.", 1, least=1, panel=_LOAD)
     duration: float | None = _seconds_option("duration", "Time in which requests are sent, such as 60s.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.gpu:
             raise InputError("give --gpu NAME; `python -m costmodel machines` lists all")
-        _number("prefix-share", self.prefix_share, 0.0, 1.0)
-        if self.router not in ROUTERS:
-            raise InputError(f"--router {self.router}: choose one of {', '.join(ROUTERS)}")
         if self.disaggregate and self.replicas > 1:
             raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
         if self.trace is not None and self.prefix_length:
             raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
-        if self.requests is not None and self.duration is not None:
-            raise InputError("--requests and --duration: each says when the run ends; give one")
         if self.trace is not None and self.rate is not None:
             raise InputError(f"--rate: requests arrive as {self.trace} says; leave it out")
-        if self.routing != "drawn":
-            parse_routing(self.routing)
+        if self.duration is not None and self.trace is None:
+            if self.requests is not None:
+                raise InputError("--requests and --duration: each says when the run ends; give one")
+            if self.rate is None:
+                raise InputError("--duration: is for --rate and traces; with users give the number of --requests")
+            if self.count > MOST_REQUESTS:
+                raise InputError(f"--duration: {self.count:,} requests arrive; at most {MOST_REQUESTS:,} are taken")
+        parse_routing(self.routing)
 
     @property
     def trace(self) -> Path | None:
         """The file of requests, if one was given."""
         return self.requests if isinstance(self.requests, Path) else None
 
+    @property
+    def count(self) -> int:
+        """Number of requests that are not those of a trace."""
+        if isinstance(self.requests, int):
+            return self.requests
+        if self.rate is None:
+            return min(10 * (self.concurrency or 1), MOST_REQUESTS)
+        return 1000 if self.duration is None else max(round(self.rate * self.duration), 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ServedLoad):
     """A model, its load and latency targets, and what there is to choose among; options of ``e2e plan serve``."""
 
-    gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", default="", panel=GPU_PANEL)
-    gpus: str = option("Numbers of GPUs that one copy may have.", default="1,2,4,8", panel=GPU_PANEL)
-    engine: str = option("Engines to choose among, such as vllm,sglang,trtllm=1.1.", default="vllm", panel=ENGINE_PANEL)
+    panel: ClassVar[str] = _GPUS
+
+    gpus_of: str = option("GPUs to choose among, such as h100-sxm,b200-sxm,l40s.", "")
+    gpus: str = option("Numbers of GPUs that one copy may have.", "1,2,4,8")
+    disaggregate: str = option("Try copies apart for prompts and decoding too, such as prefill=1,decode=3.", "")
+    engine: str = option("Engines to choose among, such as vllm,sglang,trtllm=1.1.", "vllm", panel=_ENGINE)
+    speculate: str = option("Try this speculative decoding too, as `e2e serve` takes it.", "", panel=_ENGINE)
     price: str | None = option(
         "Dollars per GPU and hour, or a YAML file with those of each GPU; default: the fewest GPUs are the cheapest.",
-        default=None, panel=GPU_PANEL,
-    )  # fmt: skip
-    probability: float = option(
-        "How sure it must be that the means hold the targets: from the intervals.", default=0.9, panel=LOAD_PANEL
+        None,
     )
-    workers: int | None = option("Processes; default: the cores of this process.", default=None, least=1)
+    percentile: Percentile = option(
+        "What must hold the targets: the mean over all requests, or so many per cent of them.", "mean", panel=_LOAD
+    )
+    probability: float = option(
+        "How sure it must be that the targets are held: from the intervals.", 0.9, within=(0.5, 0.999), panel=_LOAD
+    )
+    workers: int | None = option("Processes; default: the cores of this process.", None, least=1, panel=Options.panel)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +175,6 @@ class PlanRequest(ServedLoad):
             raise InputError("give --gpus-of NAMES, such as h100-sxm,l40s; `python -m costmodel machines` lists all")
         if self.concurrency is None and self.rate is None:
             raise InputError("give --concurrency USERS or --rate REQUESTS_PER_SECOND")
-        _number("probability", self.probability, 0.5, 0.999)
 
     def served(self, **changes: Any) -> ServingRequest:
         """A request of ``serve`` with the same model and lengths."""

@@ -6,17 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
-from costmodel.machines.machine_records import Machine
 from e2e.serving.serving_answer import ServingAnswer
-from e2e.serving.step_price import Prompt
+from e2e.serving.step_price import Prompt, table_error
 from e2e.serving.step_work import Work
-from e2e.serving.workload import weighted_quantiles
 
 # Share of measured runs that an interval is meant to hold.
 PROBABILITY = 0.8
@@ -36,6 +34,15 @@ class Spread:
     p90: float
     p99: float
 
+    @classmethod
+    def of(cls, values: Sequence[float] | np.ndarray, weights: Sequence[float] | None = None) -> Spread:
+        """The spread of ``values``, of which each counts ``weights`` times; all zero if there are none."""
+        if not len(values):
+            return cls(0.0, 0.0, 0.0, 0.0)
+        method: Literal["linear", "inverted_cdf"] = "linear" if weights is None else "inverted_cdf"
+        quantiles = np.quantile(values, (0.5, 0.9, 0.99), weights=weights, method=method)
+        return cls(float(np.average(values, weights=weights)), *quantiles.tolist())
+
     def __getitem__(self, name: str) -> float:
         return float(getattr(self, name))
 
@@ -48,19 +55,14 @@ class StepFigures:
     context: int
     tokens: int
     seconds: float
-    # Of them: the GPU's, and what the step adds to it (0 where the host prepares steps in time).
-    device_seconds: float
-    host_seconds: float
-    # Seconds of the GPU by part of the layer, and by what limits the kernels.
-    parts: Mapping[str, float]
-    limits: Mapping[str, float]
-    # Share of the GPU's time in kernels whose price is measured, fitted to measurements, or analytic.
-    sources: Mapping[str, float]
-    # Share of the memory's bandwidth and of the datasheet's arithmetic that the GPU reaches (MFU).
-    bandwidth_share: float
-    arithmetic_share: float
-    # Factors of the GPU's time within which it lies.
-    lower: float
+    device_seconds: float  # the GPU's
+    host_seconds: float  # what the step adds to them; 0 where the host prepares steps in time
+    parts: Mapping[str, float]  # seconds of the GPU by part of the layer
+    limits: Mapping[str, float]  # and by what limits the kernels
+    sources: Mapping[str, float]  # share of them whose price is measured, fitted to measurements, or analytic
+    bandwidth_share: float  # of the memory's bandwidth
+    arithmetic_share: float  # of the datasheet's arithmetic (MFU)
+    lower: float  # factors of the GPU's time within which it lies
     upper: float
 
 
@@ -73,94 +75,85 @@ class ServingResult:
     fits: bool
     ttft_seconds: Spread
     tpot_seconds: Spread
-    # Time between tokens as they arrive, and of whole requests.
-    itl_seconds: Spread
-    request_seconds: Spread
-    # Where the mean lies with ``interval_probability``.
-    ttft_interval_seconds: tuple[float, float]
+    itl_seconds: Spread  # time between tokens as they arrive
+    request_seconds: Spread  # of whole requests
+    ttft_interval_seconds: tuple[float, float]  # where the mean lies with ``interval_probability``
     tpot_interval_seconds: tuple[float, float]
     output_tokens_per_second_interval: tuple[float, float]
     interval_probability: float
     output_tokens_per_second: float
     output_tokens_per_second_per_gpu: float
-    # Output tokens that one user gets per second once the first is there.
-    tokens_per_second_per_user: float
+    tokens_per_second_per_user: float  # output tokens once the first is there
     requests_per_second: float
     requests: int
     seconds: float
-    # Requests that meet --ttft and --tpot: their share and number per second; None without targets.
-    goodput: Mapping[str, float] | None
-    # What limits, and the share of the time of each limit.
-    bound: str
-    bound_shares: Mapping[str, float]
-    # More requests arrive than are served: latencies grow as long as the run lasts.
-    overloaded: bool
-    # Tokens that the cache holds, share in use on average and at most, sequences preempted.
-    cache: Mapping[str, float]
-    # Bytes of the fullest GPU: usable, weights, activations, reserve, cache.
-    memory: Mapping[str, float]
+    goodput: Mapping[str, float] | None  # share and number per second of requests that meet the targets
+    bound: str  # what limits
+    bound_shares: Mapping[str, float]  # share of the time of each limit
+    overloaded: bool  # more requests arrive than are served: latencies grow as long as the run lasts
+    cache: Mapping[str, float]  # tokens that it holds, share in use on average and at most, sequences preempted
+    memory: Mapping[str, float]  # bytes of the fullest GPU: usable, weights, activations, reserve, cache
     decode_step: StepFigures
     prefill_step: StepFigures
-    # Share of the GPU's time in kernels from tables, fitted to tables, and by physics alone.
-    coverage: Mapping[str, float]
-    # Share of the tokens of prompts that were in the prefix cache; None where no prompts begin alike.
-    prefix_hit_rate: float | None
-    # Relative error of the steps' tabulated times against times priced step by step: median and largest of some.
-    step_table_error: tuple[float, float]
-    # What was assumed.
-    notes: Sequence[str]
+    coverage: Mapping[str, float]  # share of the GPU's time by source of its price, as ``StepFigures.sources``
+    prefix_hit_rate: float | None  # share of the prompts' tokens in the prefix cache; None where none begin alike
+    step_table_error: tuple[float, float] | None  # of tabulated steps: median and largest of some, if asked for
+    notes: Sequence[str]  # what was assumed
 
     def to_json(self) -> dict[str, Any]:
         """The record as ``--json`` prints it."""
         return asdict(self)
 
 
-def serving_result(answer: ServingAnswer) -> ServingResult:
-    """Return the figures of ``answer``."""
+def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> ServingResult:
+    """Return the figures of ``answer``; the error of tabulated steps takes longer than all others."""
     run, load, request = answer.run, answer.workload, answer.request
-    ttft, tpot = answer.ttft_seconds, answer.tpot_seconds
+    ttft, tpot = answer.ttft_seconds, Spread.of(answer.tpot_seconds[load.outputs > 1])
     whole = ttft + run.last - run.first
-    several = load.outputs > 1
-    seconds = float(run.last.max() - run.sent.min()) + answer.deployment.engine.server
+    engine = answer.deployment.engine
+    seconds = float(run.last.max() - run.sent.min()) + engine.server
+    tokens = float(load.outputs.sum()) / seconds
     decode, prefill = decode_figures(answer), prefill_figures(answer)
+    first = _interval(float(ttft.mean()), prefill, engine.band_ttft)
+    per_token = _interval(tpot.mean, decode, engine.band_tpot)
+    overloaded = _overloaded(answer, ttft)
+    # Users wait for answers: faster steps are more throughput.
+    follows = load.arrivals is None or overloaded
+    faster, slower = (
+        (first[end] + (load.outputs.mean() - 1) * per_token[end]) / whole.mean() if follows else 1.0 for end in (0, 1)
+    )
     # Shares of the engine's time in the work of single tokens and of prompts.
     decoding = min(run.steps * decode.seconds / max(run.busy, 1e-12), 1.0)
-    work = ((decode, decoding), (prefill, 1 - decoding))
-    limits, coverage = _limits(work), _coverage(work)
+    steps = ((decode, decoding), (prefill, 1 - decoding))
+    limits = _sums((name, share * seconds / step.seconds) for step, share in steps
+                   for name, seconds in (*step.limits.items(), ("host", step.host_seconds)))  # fmt: skip
+    coverage = _sums((name, share * part) for step, share in steps for name, part in step.sources.items())
     room = max(answer.room.tokens, 1)
     occupied = min(run.cached_seconds / max(run.busy, 1e-12) / room, 1.0)
-    overloaded = _overloaded(answer, ttft)
     running = float((run.last - run.first).sum()) / max(float(run.last.max() - run.first.min()), 1e-12)
     waits = overloaded or (load.arrivals is None and running < 0.9 * load.concurrency)
-    bound = "cache" if occupied > _FULL and waits else next(iter(limits))
-    tpot_spread = _spread(tpot[several] if several.any() else np.zeros(1))
-    tokens = float(load.outputs.sum()) / seconds
-    gpus, error = answer.gpus, answer.table_error()
-    first, per_token = latency_intervals(answer, decode, prefill)
-    faster, slower = ((first[end] + (load.outputs.mean() - 1) * per_token[end]) / whole.mean() for end in (0, 1))
-    follows = load.arrivals is None or overloaded
-    met = float(((ttft <= (request.ttft or math.inf)) & (tpot <= (request.tpot or math.inf))).mean())
+    met = float(((ttft <= (request.ttft or math.inf)) & (answer.tpot_seconds <= (request.tpot or math.inf))).mean())
     goodput = {"share": met, "requests_per_second": met * load.count / seconds}
     return ServingResult(
         request=request.to_json(),
-        engine=answer.deployment.engine.title + (f" {answer.deployment.engine.version}".rstrip()),
+        engine=f"{engine.title} {engine.version}".rstrip(),
         fits=True,
-        ttft_seconds=_spread(ttft),
-        tpot_seconds=tpot_spread,
-        itl_seconds=_gaps(run.gaps, run.gap_tokens),
-        request_seconds=_spread(whole),
+        ttft_seconds=Spread.of(ttft),
+        tpot_seconds=tpot,
+        itl_seconds=Spread.of(run.gaps, run.gap_tokens),
+        request_seconds=Spread.of(whole),
         ttft_interval_seconds=first,
         tpot_interval_seconds=per_token,
-        output_tokens_per_second_interval=(tokens / slower, tokens / faster) if follows else (tokens, tokens),
+        output_tokens_per_second_interval=(tokens / slower, tokens / faster),
         interval_probability=PROBABILITY,
         output_tokens_per_second=tokens,
-        output_tokens_per_second_per_gpu=tokens / gpus,
-        tokens_per_second_per_user=1 / tpot_spread.mean if tpot_spread.mean else 0.0,
+        output_tokens_per_second_per_gpu=tokens / answer.gpus,
+        tokens_per_second_per_user=1 / tpot.mean if tpot.mean else 0.0,
         requests_per_second=load.count / seconds,
         requests=load.count,
         seconds=seconds,
         goodput=None if request.ttft is None and request.tpot is None else goodput,
-        bound=bound,
+        bound="cache" if occupied > _FULL and waits else next(iter(limits)),
         bound_shares=limits,
         overloaded=overloaded,
         cache={
@@ -172,19 +165,17 @@ def serving_result(answer: ServingAnswer) -> ServingResult:
         prefill_step=prefill,
         coverage=coverage,
         prefix_hit_rate=run.prefix_hits / run.prompt_tokens if load.prefixes is not None else None,
-        step_table_error=(error.median, error.largest),
+        step_table_error=_table_error(answer) if with_table_error else None,
         notes=_notes(answer, coverage.get("analytic", 0.0), overloaded),
     )  # fmt: skip
 
 
-def _spread(values: np.ndarray) -> Spread:
-    return Spread(float(values.mean()), *(float(each) for each in np.quantile(values, (0.5, 0.9, 0.99))))
-
-
-def _gaps(gaps: Sequence[float], weights: Sequence[float]) -> Spread:
-    if not sum(weights):
-        return Spread(0.0, 0.0, 0.0, 0.0)
-    return Spread(float(np.average(gaps, weights=weights)), *weighted_quantiles(gaps, weights, (0.5, 0.9, 0.99)))
+def _table_error(answer: ServingAnswer) -> tuple[float, float]:
+    """Error of tabulated steps, over steps like those of this run."""
+    load, steps = answer.workload, max(answer.run.steps, 1)
+    sequences = max(round(min(float(load.outputs.sum()) / steps, answer.deployment.engine.sequences)), 1)
+    contexts = int(load.inputs.min()), int((load.inputs + load.outputs).max())
+    return table_error(answer.price, sequences, contexts, int(load.inputs.max()))
 
 
 def decode_figures(answer: ServingAnswer) -> StepFigures:
@@ -193,49 +184,50 @@ def decode_figures(answer: ServingAnswer) -> StepFigures:
     weights = np.maximum(run.last - run.first, 1e-12)
     context = round(float(np.average(load.inputs + load.outputs / 2, weights=weights)))
     tokens = float((load.outputs - 1).sum()) / answer.price.tokens_per_step / max(run.steps, 1)
-    sequences = max(round(min(tokens, answer.deployment.engine.sequences)), 1)
-    return _figures(answer, sequences, context, 0)
+    return _figures(answer, max(round(min(tokens, answer.deployment.engine.sequences)), 1), context)
 
 
 def prefill_figures(answer: ServingAnswer) -> StepFigures:
     """The typical step of prompts alone: the token budget, or all prompts if they have fewer tokens."""
-    load = answer.workload
-    return _figures(answer, 0, 0, int(min(answer.deployment.engine.token_budget, load.inputs.sum())))
+    inputs = answer.workload.inputs
+    tokens = int(min(answer.deployment.engine.token_budget, inputs.sum()))
+    each = max(int(min(inputs.mean(), tokens)), 1)
+    return _figures(answer, 0, 0, [Prompt(each)] * max(tokens // each, 1))
 
 
-def _figures(answer: ServingAnswer, sequences: int, context: int, tokens: int) -> StepFigures:
-    price = answer.price
-    prompts: list[Prompt] = []
-    if tokens:
-        each = max(int(min(answer.workload.inputs.mean(), tokens)), 1)
-        prompts = [Prompt(each)] * max(tokens // each, 1)
-        tokens = each * len(prompts)
+def _figures(answer: ServingAnswer, sequences: int, context: int, prompts: Sequence[Prompt] = ()) -> StepFigures:
+    price, machine = answer.price, answer.deployment.cluster.machine
     found = price.estimates(price.listed(sequences, context, prompts))
     device = sum(each.count * estimate.seconds for each, estimate in found) or 1e-12
     host = price.step_seconds(sequences, context, prompts) - price.device_seconds(sequences, context, prompts)
-    machine = answer.deployment.cluster.machine
-    arithmetic = sum(each.count * _least_seconds(each, machine) for each, _ in found)
-    moved = sum(each.count * _bytes(each) for each, _ in found)
+    half = dense_peak(machine, "bfloat16") or math.inf
+    arithmetic = moved = 0.0
+    for each, _ in found:
+        operator: Any = each.operator
+        peak = dense_peak(machine, getattr(operator, "dtype", "")) or half
+        arithmetic += each.count * float(getattr(operator, "flops", 0)) / peak
+        moved += each.count * float(getattr(operator, "read_bytes", 0) + getattr(operator, "write_bytes", 0))
+    # Errors within a family of kernels are the same, those of families independent.
+    below = _sums((type(each.operator), each.count * (estimate.seconds - estimate.lower)) for each, estimate in found)
+    above = _sums((type(each.operator), each.count * (estimate.upper - estimate.seconds)) for each, estimate in found)
     return StepFigures(
-        sequences, context, tokens, device + host, device, host,
-        parts=_by(found, lambda each, estimate: each.part),
-        limits=_by(found, _limit),
-        sources={name: value / device for name, value in _by(found, lambda each, estimate: estimate.source).items()},
+        sequences, context, sum(each.queries for each in prompts), device + host, device, host,
+        parts=_sums((each.part, each.count * estimate.seconds) for each, estimate in found),
+        limits=_sums((_limit(each, estimate), each.count * estimate.seconds) for each, estimate in found),
+        sources=_sums((estimate.source, each.count * estimate.seconds / device) for each, estimate in found),
         bandwidth_share=moved / device / dram_bandwidth(machine),
         arithmetic_share=arithmetic / device,
-        **dict(zip(("lower", "upper"), _factors(found, device), strict=True)),
+        lower=1 - math.hypot(*below.values()) / device,
+        upper=1 + math.hypot(*above.values()) / device,
     )  # fmt: skip
 
 
-def _bytes(each: Work) -> float:
-    return float(getattr(each.operator, "read_bytes", 0)) + float(getattr(each.operator, "write_bytes", 0))
-
-
-def _least_seconds(each: Work, machine: Machine) -> float:
-    """Seconds of the arithmetic at the datasheet's rate of the operator's number type."""
-    operator = each.operator
-    peak = dense_peak(machine, getattr(operator, "dtype", "")) or dense_peak(machine, "bfloat16") or math.inf
-    return float(getattr(operator, "flops", 0)) / peak
+def _sums(parts: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Sum of the values of each name, the largest first."""
+    sums: dict[Any, float] = defaultdict(float)
+    for name, value in parts:
+        sums[name] += value
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
 def _limit(each: Work, estimate: Estimate) -> str:
@@ -244,59 +236,16 @@ def _limit(each: Work, estimate: Estimate) -> str:
     return _LIMITS.get(estimate.bound, "memory bandwidth" if estimate.memory_bound else "kernel latency")
 
 
-def _by(found: Iterable[tuple[Work, Estimate]], name: Any) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for each, estimate in found:
-        sums[name(each, estimate)] += each.count * estimate.seconds
-    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def _factors(found: Iterable[tuple[Work, Estimate]], device: float) -> tuple[float, float]:
-    """Factors of the GPU's time: errors within a family of kernels are the same, those of families independent."""
-    below: dict[type, float] = defaultdict(float)
-    above: dict[type, float] = defaultdict(float)
-    for each, estimate in found:
-        below[type(each.operator)] += each.count * (estimate.seconds - estimate.lower)
-        above[type(each.operator)] += each.count * (estimate.upper - estimate.seconds)
-    return 1 - math.hypot(*below.values()) / device, 1 + math.hypot(*above.values()) / device
-
-
-def latency_intervals(
-    answer: ServingAnswer, decode: StepFigures | None = None, prefill: StepFigures | None = None
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where the mean time to the first token, and that per output token, lie with :data:`PROBABILITY`."""
-    engine, outputs = answer.deployment.engine, answer.workload.outputs
-    several = answer.tpot_seconds[outputs > 1]
-    mean = float(several.mean()) if several.size else 0.0
-    per_token = _interval(mean, decode or decode_figures(answer), engine.band_tpot)
-    return _interval(float(answer.ttft_seconds.mean()), prefill or prefill_figures(answer), engine.band_ttft), per_token
-
-
 def _interval(mean: float, step: StepFigures, band: float) -> tuple[float, float]:
-    """Where ``mean`` lies: errors of kernels, as far as they are part of the step, and of runs are independent."""
+    """Where ``mean`` lies with :data:`PROBABILITY`: errors of kernels, as far as they are part of the step, and of runs
+    are independent.
+    """
     share = step.device_seconds / step.seconds
     lower, upper = 1 - share * (1 - max(step.lower, 0.01)), 1 + share * (step.upper - 1)
     return (
         mean * math.exp(-math.hypot(math.log(lower), math.log(band))),
         mean * math.exp(math.hypot(math.log(upper), math.log(band))),
     )
-
-
-def _limits(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
-    """Share of the time of each limit, the largest first."""
-    sums: dict[str, float] = defaultdict(float)
-    for step, share in work:
-        for name, seconds in [*step.limits.items(), ("host", step.host_seconds)]:
-            sums[name] += share * seconds / step.seconds
-    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def _coverage(work: Iterable[tuple[StepFigures, float]]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for step, share in work:
-        for name, part in step.sources.items():
-            sums[name] += share * part
-    return dict(sums)
 
 
 def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
@@ -308,38 +257,32 @@ def _overloaded(answer: ServingAnswer, ttft: np.ndarray) -> bool:
 
 
 def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str]:
-    deployment, request = answer.deployment, answer.request
-    precision, engine = deployment.precision, deployment.engine
-    stored = f"weights {precision.weights}"
-    if deployment.model.expert_parameters:
-        stored += f", experts {precision.experts}"
-    found = [f"{stored}, activations {precision.activations}, cache {precision.kv}"]
-    if not engine.version:
-        found.append(
-            f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION"
-        )
-    if request.disaggregate:
-        # Copies that decode are the first.
-        split, spent = answer.split, answer.run.busy_seconds
-        span = float(answer.run.last.max())
-        decoding = sum(spent[: split.decode]) / split.decode / span
-        prompts = sum(spent[split.decode :]) / split.prefill / span
-        found.append(f"copies for prompts compute {prompts:.0%} of the time, those for decoding {decoding:.0%}")
-    if deployment.model.expert_parameters:
-        found.append(f"tokens choose experts by the distribution {request.routing} (--routing)")
-    if request.concurrency is None and request.rate is None and request.trace is None:
-        found.append("one user (--concurrency, --rate or --requests FILE for more)")
-    if answer.workload.longest > deployment.model.longest:
-        found.append(
-            f"requests of up to {answer.workload.longest:,} tokens are longer than the {deployment.model.longest:,} of "
-            "max_position_embeddings: engines take them only if they are told to"
-        )
-    if analytic > 0.3:
-        found.append(
-            f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU"
-        )
-    if overloaded:
-        found.append("overloaded: more requests arrive than are served, so latencies grow with the length of the run")
-    if answer.workload.concurrency > engine.sequences:
-        found.append(f"{engine.title} runs {engine.sequences} sequences at once; the others wait")
-    return found
+    request, load, model = answer.request, answer.workload, answer.deployment.model
+    precision, engine = answer.deployment.precision, answer.deployment.engine
+    experts = f", experts {precision.experts}" * model.has_experts
+    alone = request.concurrency is None and request.rate is None and request.trace is None
+    told = {
+        f"weights {precision.weights}{experts}, activations {precision.activations}, cache {precision.kv}": True,
+        f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION":
+            not engine.version,
+        _busy_copies(answer): bool(request.disaggregate),
+        f"tokens choose experts by the distribution {request.routing} (--routing)": model.has_experts,
+        "one user (--concurrency, --rate or --requests FILE for more)": alone,
+        f"requests of up to {load.longest:,} tokens are longer than the {model.longest:,} of max_position_embeddings: "
+        "engines take them only if they are told to": load.longest > model.longest,
+        f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU":
+            analytic > 0.3,
+        "overloaded: more requests arrive than are served, so latencies grow with the length of the run": overloaded,
+        f"{engine.title} runs {engine.sequences} sequences at once; the others wait":
+            load.concurrency > engine.sequences,
+    }  # fmt: skip
+    return [text for text, holds in told.items() if holds]
+
+
+def _busy_copies(answer: ServingAnswer) -> str:
+    """How busy both kinds of copies are; those that decode are the first."""
+    if not answer.request.disaggregate:
+        return ""
+    split, spent, span = answer.split, answer.run.busy_seconds, float(answer.run.last.max())
+    decoding, prompts = sum(spent[: split.decode]) / split.decode, sum(spent[split.decode :]) / split.prefill
+    return f"copies for prompts compute {prompts / span:.0%} of the time, those for decoding {decoding / span:.0%}"

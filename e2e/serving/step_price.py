@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,9 @@ class StepPrice:
         machine = deployment.cluster.machine
         self._kernels = gpu_cost_model(machine)
         self._collectives: CostModel = collective_cost_model(deployment.cluster)
+        self.copies = deployment.parallel.attention_dp
         self._rows: dict[int, float] = {}
+        self._own: dict[int, float] = {}
         self._decoding: dict[tuple[int, int], float] = {}
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
         self._prompts: dict[tuple[int, int, int], float] = {}
@@ -75,11 +77,10 @@ class StepPrice:
         ``prompts``.
         """
         device = self.device_seconds(sequences, context, prompts)
-        rows = sequences + sum(each.queries for each in prompts)
-        engine = self.engine
-        if prompts or rows > engine.graph_sequences:
+        own, engine = -(-sequences // self.copies), self.engine
+        if prompts or own > engine.graph_sequences:
             device = max(device, self._launches * engine.launch)
-        return device + engine.step + engine.sequence * (sequences + len(prompts))
+        return device + engine.step + engine.sequence * (own - (-len(prompts) // self.copies))
 
     def device_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of the GPU in a step: every sequence has one row, and one for each token of a draft."""
@@ -89,6 +90,10 @@ class StepPrice:
             prompts = [replace(each, queries=-(-each.queries // parts)) for each in prompts]
         rows = sequences * self._verified + sum(each.queries for each in prompts)
         found = self.rows_seconds(rows, graph=not prompts)
+        if prompts and self.copies > 1:  # a prompt is all of one copy's; the others wait for the busiest
+            own = -(-sequences // self.copies) * self._verified
+            own += -(-len(prompts) // self.copies) * sum(each.queries for each in prompts) // len(prompts)
+            found += self._own_seconds(own) - self._own_seconds(-(-rows // self.copies))
         if sequences:
             found += self.decoding_seconds(sequences, context)
         if prompts:
@@ -105,7 +110,7 @@ class StepPrice:
         if sequences:
             found += self.work.decoding(sequences, context, self._verified)
         for each, count in Counter(prompts).items():
-            found += self.work.prompts(count, each.queries, each.prior)
+            found += self.work.prompts(-(-count // self.copies), each.queries, each.prior)
         if self._draft:
             found += self._draft.listed(sequences, context, prompts)
             found += (self._verified - 2) * self._draft.listed(sequences, context) if sequences else []
@@ -113,21 +118,30 @@ class StepPrice:
 
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
         """Seconds of everything but attention for ``rows`` tokens."""
+        return self._of_rows(rows, self._rows, lambda each: self.work.rows(each, min(each, 256)), graph)
+
+    def _own_seconds(self, own: int) -> float:
+        """Seconds of the layers of attention, without attention itself, for the ``own`` rows of a rank."""
+        return self._of_rows(own, self._own, self.work.own_rows)
+
+    def _of_rows(
+        self, rows: int, table: dict[int, float], work: Callable[[int], Iterable[Work]], graph: bool = False
+    ) -> float:
+        def at(rows: int) -> float:
+            if rows not in table:
+                most = max(self.engine.token_budget, rows)
+                near = _SMALL if rows <= _SMALL[-1] else [each for each in _LARGE if each <= most]
+                self._fill(table, {each: work(each) for each in near})
+            return table[rows]
+
         place = bisect.bisect_left(_ROWS, rows)
         if place == len(_ROWS):
-            return self._at_rows(_ROWS[-1]) * rows / _ROWS[-1]
-        if _ROWS[place] == rows or (graph and rows <= self.engine.graph_sequences):
-            return self._at_rows(_ROWS[place])
+            return at(_ROWS[-1]) * rows / _ROWS[-1]
+        if _ROWS[place] == rows or (graph and rows <= self.engine.graph_sequences * self.copies):
+            return at(_ROWS[place])
         low, high = _ROWS[place - 1], _ROWS[place]
         share = (rows - low) / (high - low)
-        return (1 - share) * self._at_rows(low) + share * self._at_rows(high)
-
-    def _at_rows(self, rows: int) -> float:
-        if rows not in self._rows:
-            most = max(self.engine.token_budget, rows)
-            near = _SMALL if rows <= _SMALL[-1] else [each for each in _LARGE if each <= most]
-            self._fill(self._rows, {each: self.work.rows(each, min(each, 256)) for each in near})
-        return self._rows[rows]
+        return (1 - share) * at(low) + share * at(high)
 
     def _fill(self, table: dict[Any, float], work: Mapping[Any, Iterable[Work]]) -> None:
         """Price a part of a table at once: one call for many kernels is far faster than one for each."""
@@ -161,9 +175,9 @@ class StepPrice:
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
         """Seconds of the attention of ``prompts``, by the mean of their lengths."""
-        count = len(prompts)
-        queries = max(sum(each.queries for each in prompts) // count, 1)
-        prior = sum(each.prior for each in prompts) // count
+        queries = max(sum(each.queries for each in prompts) // len(prompts), 1)
+        prior = sum(each.prior for each in prompts) // len(prompts)
+        count = -(-len(prompts) // self.copies)
         nearest = _SEQUENCES[min(bisect.bisect_left(_SEQUENCES, count), len(_SEQUENCES) - 1)]
         at = (nearest, _near(queries), _near(prior) if prior else 0)
         if at not in self._prompts:
@@ -171,19 +185,12 @@ class StepPrice:
             most = max(self.engine.token_budget, at[0] * at[1])
             asked = [(each, length, at[2]) for each in _SEQUENCES for length in near if each * length <= most]
             self._fill(self._prompts, {each: self.work.prompts(*each) for each in {at, *asked}})
-        pairs = sum(each.queries * (each.prior + each.queries / 2) for each in prompts)
+        pairs = sum(each.queries * (each.prior + each.queries / 2) for each in prompts) * count / len(prompts)
         return self._prompts[at] * pairs / (at[0] * at[1] * (at[2] + at[1] / 2))
 
     def priced(self, work: Iterable[Work]) -> float:
         """Seconds of ``work``."""
-        return sum(self.parts(work).values())
-
-    def parts(self, work: Iterable[Work]) -> dict[str, float]:
-        """Seconds of ``work`` by part."""
-        found: dict[str, float] = defaultdict(float)
-        for each, estimate in self.estimates(work):
-            found[each.part] += each.count * estimate.seconds
-        return dict(found)
+        return sum(each.count * estimate.seconds for each, estimate in self.estimates(work))
 
     def estimates(self, work: Iterable[Work]) -> list[tuple[Work, Estimate]]:
         """Each of ``work`` with the estimate of its operator, at the clock that all of it together allows."""
@@ -209,45 +216,36 @@ class _ExactPrice(StepPrice):
     def __init__(self, price: StepPrice) -> None:
         self.__dict__.update(price.__dict__)
 
-    def prepare(self, steps: Iterable[tuple[int, int, Sequence[Prompt]]]) -> None:
-        """Price the kernels of all ``steps`` at once."""
-        self._learn([work.operator for each in steps for work in self.listed(*each)])
-
     def rows_seconds(self, rows: int, graph: bool = False) -> float:
-        if graph and rows <= self.engine.graph_sequences:
+        if graph and rows <= self.engine.graph_sequences * self.copies:
             return super().rows_seconds(rows, graph)
         return self.priced(self.work.rows(rows, min(rows, 256)))
+
+    def _own_seconds(self, own: int) -> float:
+        return self.priced(self.work.own_rows(own))
 
     def decoding_seconds(self, sequences: int, context: float) -> float:
         return self.priced(self.work.decoding(sequences, round(context), self._verified))
 
     def prompt_seconds(self, prompts: Sequence[Prompt]) -> float:
-        return sum(self.priced(self.work.prompts(1, each.queries, each.prior)) for each in prompts)
-
-
-@dataclass(frozen=True)
-class TableError:
-    """Relative error of tabulated steps against steps that are priced one by one."""
-
-    median: float
-    largest: float
-    steps: int
+        whole = sum(self.priced(self.work.prompts(1, each.queries, each.prior)) for each in prompts)
+        return whole * -(-len(prompts) // self.copies) / len(prompts)
 
 
 def table_error(
     price: StepPrice, sequences: int, contexts: tuple[int, int], prompt: int, steps: int = 12
-) -> TableError:
-    """Error over drawn steps of 1 to ``sequences`` sequences with ``contexts``, every third one beside a part of a
-    ``prompt``.
+) -> tuple[float, float]:
+    """Median and largest relative error of tabulated steps against steps that are priced one by one: drawn ones of 1 to
+    ``sequences`` sequences with ``contexts``, every third one beside a part of a ``prompt``.
     """
     exact, drawn, asked = _ExactPrice(price), np.random.default_rng(5), []
     for each in range(steps):
         step = int(drawn.integers(1, sequences + 1)), int(drawn.integers(contexts[0], contexts[1] + 1))
         tokens = int(drawn.integers(1, min(prompt, price.engine.token_budget) + 1)) if each % 3 == 2 else 0
         asked.append((*step, [Prompt(tokens)] if tokens else []))
-    exact.prepare(asked)
+    exact._learn([work.operator for each in asked for work in exact.listed(*each)])  # all at once
     found = [abs(price.step_seconds(*each) / exact.step_seconds(*each) - 1) for each in asked]
-    return TableError(float(np.median(found)), max(found), steps)
+    return float(np.median(found)), max(found)
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:

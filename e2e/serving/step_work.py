@@ -7,23 +7,23 @@ step runs each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
-from costmodel.operators.experts import ExpertLayer, ExpertRouting
+from costmodel.operators.experts import ExpertLayer
 from costmodel.operators.layers import STORED_BITS
+from e2e.capture.models.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 from e2e.serving.deployment import Deployment
-from e2e.serving.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 
-# Kernels of the router beside its product (top-k with its softmax or sigmoid, sorting of rows by expert), of sampling
-# beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
-_ROUTING, _SAMPLING, _INPUTS = 2, 4, 3
+# Kernels of sampling beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
+_SAMPLING, _INPUTS = 4, 3
+# What the tables of engines' attention hold beside it: the rotary embedding, and the write to the cache
+# (``collector/*/collect_attn.py`` of ai-dynamo/aiconfigurator).
+_ROTARY_INSIDE, _CACHE_WRITE_INSIDE = ("trtllm",), ("trtllm", "sglang")
 _HALF = "bfloat16"
 # Up to this many rows a product takes the time of its weights' bytes, whatever their scales. The tables of products
 # with scales of blocks were timed launch by launch: of few rows they hold the host's time. Whole attention layers of
@@ -52,14 +52,20 @@ class StepWork:
         self.precision, self.engine = deployment.precision, deployment.engine
         self.architecture = deployment.cluster.machine.chip().architecture
         self.rates = deployment.cluster.machine.compute
+        self.mixture = self.model.has_experts
+
+    def own_rows(self, own: int) -> Iterator[Work]:
+        """Work of the attention layers for the ``own`` rows of a rank, without attention itself."""
+        for layer, count in self.model.layers:
+            for each in self._mixer(layer.mixer, own):
+                yield Work(each.operator, each.count * count, each.part)
 
     def rows(self, tokens: int, outputs: int) -> Iterator[Work]:
         """Work for ``tokens`` rows of all layers, of which ``outputs`` are sampled."""
         hidden, tp = self.model.hidden, self.parallel.tp
         own = -(-tokens // self.parallel.attention_dp)
+        yield from self.own_rows(own)
         for layer, count in self.model.layers:
-            for each in self._mixer(layer.mixer, own):
-                yield Work(each.operator, each.count * count, each.part)
             block = layer.block
             found = self._dense(block, tokens) if isinstance(block, FeedForward) else self._experts(block, tokens)
             for each in found:
@@ -74,7 +80,10 @@ class StepWork:
             yield Work(CollectiveTransfer("all_gather", size, tp), 1, "head")
 
     def _norm(self, rows: int) -> Iterator[Work]:
-        if not (self.engine.fuses_norms and self.parallel.attention_tp > 1):
+        of = self.engine.fuses_norms
+        fused = of == "all" or (of == "mixtures" and self.mixture)
+        fused |= of != "none" and self.architecture == "blackwell"
+        if not (fused and self.parallel.attention_tp > 1):
             yield Work(Elementwise("fused", rows * self.model.hidden, 2, 2, dtype=_HALF), 1, "norm")
 
     def _cast(self, rows: int, columns: int, stored: str, fused: bool) -> Iterator[Work]:
@@ -104,9 +113,10 @@ class StepWork:
         return "float4" if stored.endswith("fp4") and "float4" in self.rates else _HALF
 
     def _expert_dtype(self) -> tuple[str, str]:
+        """Type and scaling of the products of experts; the Triton kernel of vLLM and SGLang is timed with blocks."""
         stored = self.precision.experts
         if self._eight_bits(stored):
-            return "float8", "block" if stored == "fp8-block" else "tensor"
+            return "float8", "tensor" if stored == "fp8" and self.engine.experts == "trtllm" else "block"
         return self._multiplied(stored), ""
 
     def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
@@ -122,9 +132,14 @@ class StepWork:
             heads, groups = mixer.heads // tp, max(mixer.kv_heads // tp, 1)
             wide = (heads * (2 if mixer.gated else 1) + 2 * groups) * mixer.head_dim
             yield self._linear(rows, wide, hidden, "attention products")
-            turned = rows * (heads + groups) * mixer.head_dim
-            yield Work(Elementwise("fused", turned, 1, 1, dtype=_HALF), 2 if mixer.normalised else 1, "rotary")
-            yield Work(Elementwise("fused", rows * 2 * groups * mixer.head_dim, 1, 1, dtype=_HALF), 1, "cache write")
+            turned = Elementwise("fused", rows * (heads + groups) * mixer.head_dim, 1, 1, dtype=_HALF)
+            if mixer.normalised:
+                yield Work(turned, 1, "norm")
+            if self.engine.attention not in _ROTARY_INSIDE:
+                yield Work(turned, 1, "rotary")
+            if self.engine.attention not in _CACHE_WRITE_INSIDE:
+                written = rows * 2 * groups * mixer.head_dim
+                yield Work(Elementwise("fused", written, 1, 1, dtype=_HALF), 1, "cache write")
             result = heads * mixer.head_dim
         elif isinstance(mixer, LatentAttention):
             heads = mixer.heads // tp
@@ -169,19 +184,23 @@ class StepWork:
         hidden, parallel = self.model.hidden, self.parallel
         yield from self._norm(-(-rows // parallel.attention_dp))
         yield Work(Gemm(1, rows, block.count, hidden, _HALF, transpose_b=True), 1, "router")
-        yield Work(Elementwise("fused", rows * block.count, 1, 1), _ROUTING, "router")
         own = max(block.inner // parallel.expert_tp, 1)
         if parallel.ep > 1:
-            counts = slowest_counts(rows, block.per_token, block.count, parallel.ep, self.deployment.routing)
+            counts = self.deployment.routing.slowest(rows * block.per_token, block.count, parallel.ep)
         else:
-            counts = routed_counts(rows, block.per_token, block.count, self.deployment.routing)
+            counts = self.deployment.routing.counts(rows * block.per_token, block.count)
         dtype, scaling = self._expert_dtype()
         stored = self.precision.experts if self.precision.experts in STORED_BITS else ""
         # SGLang runs the Triton kernels of OpenAI over MXFP4, as vLLM does; its table is of one that widens them first.
         kernel = "vllm" if stored == "mxfp4" and self.engine.experts == "sglang" else self.engine.experts
+        if not (kernel == "trtllm" or stored == "mxfp4"):  # whose tables begin with the router's scores
+            yield Work(Elementwise("fused", rows * block.count, 1, 1), 1, "router")
+        # Shared experts as wide as the others, which all rows use beside theirs.
+        joined = block.shared // block.inner if self.engine.fuses_shared and parallel.ep == 1 else 0
+        counts += (rows,) * joined
         layer = ExpertLayer(counts, rows, hidden, own, dtype, kernel, True, scaling, stored)
         yield Work(layer, 1, "experts")
-        if block.shared:
+        if block.shared and not joined:
             yield from self._feed_forward(block.shared, True, rows)
         if parallel.attention_dp > 1:
             size = rows * hidden * 2 / parallel.tp
@@ -214,7 +233,7 @@ class StepWork:
                 yield Work(Gemm(heads, own * queries, mixer.kv_rank, mixer.nope_dim, _HALF), count, "attention")
                 width = mixer.kv_rank + mixer.rope_dim
                 latent = Attention(own, heads, queries, max(seen, queries + 1), width, 1, True, _HALF, kernel="mla",
-                                   value_dim=mixer.kv_rank, paged=True)  # fmt: skip
+                                   value_dim=mixer.kv_rank, paged=True, cached=self._cached())  # fmt: skip
                 yield Work(latent, count, "attention")
                 yield Work(Gemm(heads, own * queries, mixer.value_dim, mixer.kv_rank, _HALF), count, "attention")
                 if self.engine.attention in _LATENT_BESIDES:
@@ -249,9 +268,12 @@ class StepWork:
         tp = self.parallel.attention_tp
         return Attention(
             batch, mixer.heads // tp, queries, max(keys, queries), mixer.head_dim, max(mixer.kv_heads // tp, 1), True,
-            _HALF, kernel=self.engine.attention, window=mixer.window, paged=True,
-            cached="float8" if self.precision.kv == "fp8" else "",
+            _HALF, kernel=self.engine.attention, window=mixer.window, paged=True, cached=self._cached(),
         )  # fmt: skip
+
+    def _cached(self) -> str:
+        """Type of the cache, if of fewer than 16 bits."""
+        return "float8" if self.precision.kv == "fp8" else ""
 
     def _linear_mixer(self, mixer: LinearMixer, batch: int, length: int, count: int) -> Iterator[Work]:
         tp = self.parallel.attention_tp
@@ -267,50 +289,3 @@ class StepWork:
     def _kernel(self) -> AttentionKernel:
         """Kernel that engines select for the prompts of latent attention on this GPU."""
         return {"hopper": "flash3", "blackwell": "cudnn"}.get(self.architecture, "flash2")  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=65536)
-def routed_counts(rows: int, per_token: int, experts: int, routing: ExpertRouting | None) -> tuple[int, ...]:
-    """Rows of every expert; drawn: each token's experts are drawn independently, so that few tokens meet at some."""
-    if routing is not None:
-        return routing.counts(rows * per_token, experts)
-    return _drawn(rows, per_token, experts)
-
-
-def _drawn(rows: int, per_token: int, experts: int) -> tuple[int, ...]:
-    """Quantiles of the binomial distribution of the rows of one expert, adding up to all rows."""
-    share = per_token / experts
-    places = [(each + 0.5) / experts for each in range(experts)]
-    if rows > 256:
-        from statistics import NormalDist
-
-        spread = NormalDist(rows * share, math.sqrt(rows * share * (1 - share)) or 1e-9)
-        found = [max(spread.inv_cdf(place), 0.0) for place in places]
-    else:
-        found, hits, term = [], 0, (1 - share) ** rows
-        total = term
-        for place in places:
-            while total < place and hits < rows:
-                term *= (rows - hits) / (hits + 1) * share / (1 - share) if share < 1 else 0.0
-                hits += 1
-                total += term
-            found.append(float(hits if share < 1 else rows))
-    scale = rows * per_token / max(sum(found), 1e-9)
-    exact, whole, carried = 0.0, [], 0
-    for each in found:
-        exact += each * scale
-        whole.append(round(exact) - carried)
-        carried = round(exact)
-    return tuple(whole)
-
-
-@lru_cache(maxsize=65536)
-def slowest_counts(
-    rows: int, per_token: int, experts: int, ranks: int, routing: ExpertRouting | None
-) -> tuple[int, ...]:
-    """Rows of the experts of the busiest of ``ranks``."""
-    if routing is not None:
-        return routing.slowest(rows * per_token, experts, ranks)
-    local = experts // ranks
-    counts = _drawn(rows, per_token, experts)
-    return counts[:: max(experts // max(local, 1), 1)][:local]

@@ -1,13 +1,22 @@
-"""Requests that clients send: lengths, and when they are sent."""
+"""Requests that clients send: lengths, and when they are sent; drawn, or recorded by Azure, BurstGPT and Mooncake."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
 from costmodel.base.errors import InputError
+from costmodel.base.input_files import read_text
+from costmodel.machines.record_file import explain_problems
+from e2e.serving.serving_request import MOST_REQUESTS, ServingRequest
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,26 @@ class Workload:
         return int((self.inputs + self.outputs).max())
 
 
+def workload_of(request: ServingRequest) -> Workload:
+    """The requests that clients send."""
+    if request.trace is not None:
+        load = read_trace(request.trace, request.concurrency, request.duration)
+    else:
+        load = closed_loop(
+            request.input_length,
+            request.output_length,
+            request.concurrency or 1,
+            request.count,
+            request.shortest_length,
+        )
+    if request.rate is not None:  # in place of users
+        gaps = np.random.default_rng(3).exponential(1 / request.rate, load.count)
+        load = replace(load, arrivals=np.cumsum(gaps) - gaps[0], concurrency=0)
+    if request.prefix_length:
+        return with_prefixes(load, request.prefix_length, request.prefix_share, request.prefix_groups)
+    return load
+
+
 def drawn_lengths(mean: int, shortest: float, count: int, seed: int) -> np.ndarray:
     """``count`` whole lengths, even between ``shortest`` x ``mean`` and ``mean``, in a fixed shuffled order."""
     if shortest >= 1:
@@ -58,18 +87,6 @@ def closed_loop(
     )
 
 
-def open_loop(input_length: int, output_length: int, rate: float, requests: int, shortest: float = 1.0) -> Workload:
-    """Requests that arrive at random, ``rate`` a second on average."""
-    if rate <= 0:
-        raise InputError(f"--rate {rate}: must be above zero")
-    gaps = np.random.default_rng(3).exponential(1 / rate, requests)
-    return Workload(
-        drawn_lengths(input_length, shortest, requests, 1),
-        drawn_lengths(output_length, shortest, requests, 2),
-        np.cumsum(gaps) - gaps[0],
-    )
-
-
 def with_prefixes(load: Workload, length: int, share: float, groups: int) -> Workload:
     """``load`` in which a ``share`` of the prompts begin with one of ``groups`` texts of ``length`` tokens."""
     if not 0 < length < int(load.inputs.min()):
@@ -85,8 +102,109 @@ def with_prefixes(load: Workload, length: int, share: float, groups: int) -> Wor
     return replace(load, prefixes=prefixes, prefix_block=length)
 
 
-def weighted_quantiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Values below which the ``shares`` of all weights lie."""
-    order = np.argsort(values)
-    ordered, total = np.asarray(values)[order], np.cumsum(np.asarray(weights)[order])
-    return [float(ordered[min(np.searchsorted(total, share * total[-1]), len(ordered) - 1)]) for share in shares]
+# --- recorded requests -----------------------------------------------------------------------------
+
+MOONCAKE_BLOCK = 512
+_Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
+
+
+def _instant(text: str) -> float:
+    moment = datetime.fromisoformat(str(text).strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+class _Azure(BaseModel):
+    """Row of Azure's LLM inference traces (2023, 2024), CSV."""
+
+    seconds: Annotated[float, BeforeValidator(_instant)] = Field(alias="TIMESTAMP")
+    prompt: _Tokens = Field(alias="ContextTokens")
+    output: _Tokens = Field(alias="GeneratedTokens")
+
+
+class _BurstGpt(BaseModel):
+    """Row of BurstGPT, CSV; responses of 0 tokens failed."""
+
+    seconds: FiniteFloat = Field(alias="Timestamp")
+    prompt: _Tokens = Field(alias="Request tokens")
+    output: _Tokens = Field(alias="Response tokens")
+
+
+class _Mooncake(BaseModel):
+    """Line of Mooncake's traces, JSON; ``prefix``: one identity per block of 512 tokens, equal for equal prefixes."""
+
+    seconds: Annotated[FiniteFloat, AfterValidator(lambda milliseconds: milliseconds / 1e3)] = Field(alias="timestamp")
+    prompt: _Tokens = Field(alias="input_length")
+    output: _Tokens = Field(alias="output_length")
+    prefix: tuple[int, ...] | None = Field(None, alias="hash_ids")
+    priority: int = 0
+
+
+# Seconds, tokens of prompt and output, prefix, priority.
+_Row = tuple[float, int, int, tuple[int, ...], int]
+
+
+def read_trace(path: Path, concurrency: int | None = None, duration: float | None = None) -> Workload:
+    """The requests of ``path`` in the order of their arrivals, the first at 0 s, those up to ``duration`` seconds;
+    requests without an answer are left out.
+
+    With ``concurrency`` its arrivals do not count: so many clients send the requests in this order, each after the
+    answer to the one before. Raises ``InputError`` naming file and line for anything but a trace.
+    """
+    try:
+        lines = read_text(path, "trace").lstrip("\ufeff").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is no text ({error}); give a trace as .csv or .jsonl") from None
+    rows = list(islice(_rows(path, lines), MOST_REQUESTS + 1))
+    if len(rows) > MOST_REQUESTS:
+        raise InputError(f"{path}: at most {MOST_REQUESTS:,} requests are taken; give a part of the trace")
+    rows = sorted((row for row in rows if row[2]), key=lambda row: row[0])
+    if duration is not None:
+        rows = [row for row in rows if row[0] - rows[0][0] <= duration]
+    if not rows:
+        raise InputError(f"{path}: has no request that was answered; give a trace with rows")
+    seconds, prompts, outputs, prefixes, priorities = zip(*rows, strict=True)
+    return Workload(
+        np.maximum(prompts, 1),
+        np.array(outputs),
+        np.array(seconds) - seconds[0] if concurrency is None else None,
+        min(concurrency or 0, len(rows)),
+        priorities=np.array(priorities) if any(priorities) else None,
+        prefixes=prefixes if any(prefixes) else None,
+        prefix_block=MOONCAKE_BLOCK if any(prefixes) else 0,
+    )
+
+
+def _rows(path: Path, lines: Sequence[str]) -> Iterator[_Row]:
+    number = 0
+    try:
+        if next((each for each in lines if each.strip()), "").lstrip().startswith("{"):
+            for line in lines:
+                number += 1
+                if line.strip():
+                    each = _Mooncake.model_validate_json(line)
+                    yield each.seconds, each.prompt, each.output, each.prefix or (), each.priority
+            return
+        table, kind = _table(path, lines)
+        for record in table:
+            number = table.line_num
+            row = kind.model_validate(record)
+            yield row.seconds, row.prompt, row.output, (), 0
+    except ValidationError as error:
+        raise InputError(f"{path}, line {number}: {explain_problems(error)}; correct it") from None
+    except csv.Error as error:
+        raise InputError(f"{path}: is no CSV after line {number} ({error}); correct it") from None
+
+
+def _table(path: Path, lines: Iterable[str]) -> tuple[csv.DictReader[str], type[_Azure | _BurstGpt]]:
+    table = csv.DictReader(lines)
+    columns = table.fieldnames = [each.strip() for each in table.fieldnames or ()]
+    named = {kind: [str(each.alias) for each in kind.model_fields.values()] for kind in (_Azure, _BurstGpt)}
+    found = next((kind for kind, names in named.items() if {*names} <= {*columns}), None)
+    if found is None:
+        raise InputError(
+            f"{path}, line 1: has the columns {', '.join(columns) or 'none'}; give those of Azure or BurstGPT "
+            f"({'; '.join(', '.join(names) for names in named.values())}), or JSON per line as Mooncake's"
+        )
+    return table, found

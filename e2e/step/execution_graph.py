@@ -213,6 +213,8 @@ class CallInfo:
     line: str = ""
     # Number of numbers in the list of the script that it makes a tensor of.
     numbers: int = 0
+    # Number of Python functions called before it and, for an operator of the top level, inside it.
+    functions: int = 0
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,8 @@ class OperatorCall:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     # Line of the program that makes the call, or whose backward pass it is (``model.py:73``), if known.
     line: str = ""
+    # Python functions that the program called since the call before, if they were counted.
+    functions: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import check_count
+from costmodel.base.units import check_count, check_number
 
 _KEY = "option"
 _SIMPLE = (int, float, bool, str)
@@ -33,6 +33,8 @@ class Words:
     flag: str = ""
     # Smallest integer allowed.
     least: int | None = None
+    # Smallest and largest number allowed.
+    within: tuple[float, float] | None = None
     # Section of the help, if it differs from that of the record.
     panel: str = ""
     # Conversion of a user's value to a value of the field; values of the field stay unchanged.
@@ -109,6 +111,8 @@ class OptionField:
             raise InputError(f"{self.flag} {value}: {instead or choose}")
         if self.words.least is not None:
             check_count(self.flag.removeprefix("--"), value)
+        if self.words.within is not None:
+            check_number(self.flag.removeprefix("--"), value, *self.words.within)
         return value
 
     def text(self, value: Any) -> str:

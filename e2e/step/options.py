@@ -17,14 +17,16 @@ Command lines import this module at their start: no frameworks here.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.step.option_fields import Options, option
@@ -143,7 +145,32 @@ def recipe_of(name: str | None, dtype: str) -> Recipe | None:
     return RECIPES[name]
 
 
-ROUTING_FIELDS = {"power-law": "alpha", "capacity": "capacity"}
+def named_values(option: str, text: str, known: Collection[str]) -> dict[str, str]:
+    """Return the values of ``NAME=VALUE,...``; raise ``InputError`` for a name that is unknown or given twice."""
+    found: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in known or not equals:
+            near = difflib.get_close_matches(name, set(known) - {name}, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InputError(f"{option} {part}: {hint}write NAME=VALUE with {', '.join(known)}")
+        if name in found:
+            raise InputError(f"{option} {name}: is given twice; leave one out")
+        found[name] = value
+    return found
+
+
+def named_counts(option: str, text: str, known: Collection[str]) -> dict[str, int]:
+    """Return the values of ``NAME=COUNT,...``, whole numbers of at least 1."""
+    found: dict[str, int] = {}
+    for name, value in named_values(option, text, known).items():
+        found[name] = whole_number(value) or 0
+        if not found[name]:
+            raise InputError(f"{option} {name}={value}: must be a whole number of at least 1")
+    return found
+
+
+ROUTING_FIELDS = {"power-law": "alpha", "capacity": "capacity", "drawn": "spread"}
 
 
 def routing_text(routing: ExpertRouting) -> str:
@@ -163,13 +190,14 @@ def parse_routing(text: str) -> ExpertRouting:
             continue
         if name not in ROUTING_FIELDS or not separator:
             raise InputError(
-                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25; write one of these"
+                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, drawn=1, capacity=1.25; write one "
+                "of these"
             )
         try:
             value = float(number)
         except ValueError:
             raise InputError(f"--routing {text!r}: {name}={number} is no number; write such as {name}=1.25") from None
-        if not 0 < value < float("inf"):
+        if not 0 < value < float("inf") and not (name == "drawn" and value == 0):
             raise InputError(f"--routing {text!r}: {name} must be more than 0")
         if ROUTING_FIELDS[name] in values:
             raise InputError(f"--routing {text!r}: {name} is given twice; leave one out")

@@ -59,11 +59,12 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         if row["engine"] == "trtllm" and row["weights"].startswith("fp8"):
             precision += ",kv=fp8"
         concurrency, version = int(row["concurrency"]), row["engine_version"]
+        tp, ep = _ranks(row)
         request = ServingRequest(
             gpu=row["gpu"],
             model_config=_config(data, row["model"]),
-            gpus=int(row["tp"]),
-            parallel=f"tp={row['tp']},ep={row['ep']},dp-attention={row['attention_dp']}",
+            gpus=tp,
+            parallel=f"tp={tp},ep={ep},dp-attention={row['attention_dp']}",
             engine=row["engine"] + (f"={version}" if version[:1].isdigit() else ""),
             precision=precision,
             input_length=int(row["isl_tokens"]),
@@ -79,6 +80,20 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         group = f"{row['gpu']}/{row['engine']}/{row['model']}"
         found.append(MeasuredServing(group, row["row"], request, measured, counts))
     return found
+
+
+def _ranks(row: Mapping[str, str]) -> tuple[int, int]:
+    """Ranks of tensor and of expert parallelism.
+
+    InferenceX ran gpt-oss on TensorRT-LLM with ``--ep_size=$TP`` (``benchmarks/gptoss_fp4_h200_trt_slurm.sh``). Its
+    records until November 2025 say ep 1; those of ``tp2_ep2`` have the product of both for tp: they took 2 GPUs, by
+    times that equal those of ``tp2_ep1`` to 1 %.
+    """
+    tp, ep = int(row["tp"]), int(row["ep"])
+    if (row["source"], row["engine"], row["model"]) != ("inferencex", "trtllm", "gpt-oss-120b"):
+        return tp, ep
+    tp = ep if ep > 1 else tp
+    return tp, tp
 
 
 def read_fixed(data: Path) -> list[MeasuredServing]:
@@ -169,8 +184,7 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
 
     asked = row.request
     key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
-    answer = serve(asked, _TABLES.get(key))
-    _TABLES[key] = answer.price
+    answer = serve(asked, _TABLES.setdefault(key, {}))
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
     values = {
@@ -183,10 +197,10 @@ def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, t
     }
     if row.request.requests is not None:
         return values, {}  # seconds of single batches, not means of runs
-    from e2e.serving.serving_result import latency_intervals
+    from e2e.serving.serving_result import serving_result
 
-    first, token = latency_intervals(answer)
-    return values, {"ttft": first, "tpot": token}
+    found = serving_result(answer, with_table_error=False)
+    return values, {"ttft": found.ttft_interval_seconds, "tpot": found.tpot_interval_seconds}
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _prepared(
     recorder = Recorder({})
     recorder.enabled = False
     recorder.communication = Communication(recorder)
-    recorder.bucket_mb = script.options.bucket_mb
+    recorder.bucket_mb, recorder.counting = script.options.bucket_mb, True
     before = set(sys.modules)
     with ExitStack() as stack:
         stack.callback(lambda: _forget(set(sys.modules) - before, script.script))

@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.input_files import decoded, read_text
 
 Config = Mapping[str, Any]
 
@@ -690,6 +692,19 @@ def served(name: str) -> Config:
         raise InputError(f"--model {name}: is not known; {nearest}give its config.json with --model-config")
     stored = next(each for form, each in _STORED.items() if re.fullmatch(form, short))
     return {**with_defaults(found), **stored, "_name_or_path": name}
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Read a Hugging Face ``config.json``; raise ``InputError`` naming the file and the problem."""
+    try:
+        config = decoded(read_text(path, "configuration"), once=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    return config
 
 
 def with_defaults(config: Config) -> Config:

@@ -21,8 +21,8 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
-from costmodel.base.input_files import decoded, read_text
 from e2e.capture.attention import CACHED_TOKENS, register_fused, register_latent
+from e2e.capture.models.configurations import read_configuration
 from e2e.capture.script_errors import oversized_told
 from e2e.step.options import AttentionForm
 
@@ -106,14 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a Hugging Face ``config.json``; raise ``InputError`` naming the file and the problem, such as more than
     :data:`MOST_LAYERS` layers.
     """
-    try:
-        config = decoded(read_text(path, "configuration"), once=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    config = read_configuration(path)
     if config.get("auto_map"):
         raise InputError(
             f"{path}: names a class of its own (auto_map), which is not run; give a --script that builds it"

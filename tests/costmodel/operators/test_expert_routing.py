@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.operators.experts import BALANCED, ExpertRouting
+from costmodel.operators.experts import BALANCED, ExpertRouting, busiest
 
 LAW = ExpertRouting(alpha=1.2)
 
@@ -36,3 +36,27 @@ def test_a_capacity_drops_what_is_beyond_it():
     assert max(ExpertRouting(alpha=1.2, capacity=1.0).counts(1024, 8)) == 128
     assert sum(ExpertRouting(alpha=1.2, capacity=1.0).counts(1024, 8)) < 1024
     assert ExpertRouting(capacity=1.25).counts(1024, 8) == BALANCED.counts(1024, 8)
+
+
+@pytest.mark.parametrize(("rows", "met"), [(64, 50), (128, 81), (512, 126)])
+def test_alike_experts_that_are_drawn_have_a_poisson_number_of_rows(rows, met):
+    """128 (1 - exp(-rows / 128)) experts have any."""
+    counts = ExpertRouting(spread=0.0).counts(rows, 128)
+    assert sum(counts) == rows
+    assert sum(1 for each in counts if each) == pytest.approx(met, abs=1)
+
+
+def test_rows_meet_at_popular_experts():
+    met = [sum(1 for each in ExpertRouting(spread=spread).counts(64, 128) if each) for spread in (0.0, 1.0, 2.0)]
+    assert met[0] > met[1] > met[2] > 16
+
+
+def test_many_rows_are_shared_by_popularity():
+    """Logarithms of the quantiles of two experts are 0.674 apart from the middle: exp(1.349) times the rows."""
+    few, many = sorted(ExpertRouting(spread=1.0).counts(10000, 2))
+    assert many / few == pytest.approx(3.853, rel=0.01)
+
+
+def test_the_busiest_rank_has_most_rows_of_all_orders():
+    assert busiest((9, 1, 0, 0), 4) == (9,)
+    assert busiest((4, 4, 4, 4), 2) == (4, 4)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data._utils import worker
 
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, ScaledGemm
@@ -29,7 +31,7 @@ OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenG
 def watched(run: Callable[[], Any]) -> OperatorTrace:
     """Trace of what ``run`` does, recorded as a program is."""
     recorder = Recorder({})
-    recorder.regions, recorder.custom = Regions(), CustomOperators()
+    recorder.regions, recorder.custom, recorder.counting = Regions(), CustomOperators(), True
     with recording(recorder, OPTIONS):
         run()
     step = recorder.cut()
@@ -43,6 +45,39 @@ def kernels(trace: OperatorTrace) -> list[str]:
 
 def tensor(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+def test_functions_called_between_operators_are_counted_where_they_run():
+    """Before an operator; not in a compiled region; what one calls in a worker of a data loader is not the host's."""
+
+    def idle() -> None:
+        pass
+
+    def run() -> None:
+        given = tensor(4)
+        for times in (3, 40):
+            for _ in range(times):
+                idle()
+            given = given.cos()
+
+        @torch.compile
+        def compiled(given: torch.Tensor) -> torch.Tensor:
+            for _ in range(40):
+                idle()
+            return given.sin()
+
+        compiled(given)
+        with patch.object(worker, "_worker_info", object()):
+            for _ in range(40):
+                idle()
+        given.tanh()
+
+    trace = watched(run)
+    few, many = (call.functions for call in trace.calls if call.name == "aten::cos")
+    assert many - few == 37 and few < 10
+    assert all(call.functions < 10 for call in trace.calls if call.name in ("aten::sin", "aten::tanh"))
+    infos = lower(trace).calls
+    assert max(info.functions for info in infos.values()) == many
 
 
 def test_only_what_is_compiled_is_fused():

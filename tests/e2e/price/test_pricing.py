@@ -35,6 +35,7 @@ class Table:
 
     SECONDS = {"T1": 0.1, "T2": 0.2, "T3": 0.3, "T4": 0.4, "T5": 0.5, "whole": 5.0}
     level = 2.0
+    factor = 1.5
 
     def seconds(self, kind, name, records=None):
         return self.SECONDS[kind]
@@ -89,6 +90,18 @@ def test_lists_of_tensors_take_the_host_longer_the_longer_they_are():
     seconds = [each.duration.seconds for each in rank.threads["main"] if isinstance(each, HostWork)]
     gathering, lists = 2 * 100 * GATHERING_SECONDS, 2 * 100 * TENSOR_SECONDS
     assert seconds == pytest.approx([0.1 + gathering, 0.2 + lists, 0.3, 0.1, 0.2 + lists, 0.3, 0.1, 0.2, 0.3], rel=1e-9)
+
+
+@pytest.mark.parametrize("factor, seconds", [(1.5, [1.0, 2.0]), (1.0, [0.1, 0.1])])
+def test_gaps_last_as_long_as_the_functions_called_in_them(factor, seconds, monkeypatch):
+    """At the host's level, 2; a host that was measured has its own gaps."""
+    table = Table()
+    table.factor = factor
+    monkeypatch.setattr("e2e.price.pricing.FUNCTION_SECONDS", 0.1)
+    calls = {n: CallInfo(n, "aten::add", functions=count) for n, count in ((0, 5), (1, 10))}
+    actions = tuple(HostWork("T1", call) for call in calls)
+    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, (), calls),)), Toy(), table).ranks
+    assert [each.duration.seconds for each in rank.threads["main"]] == pytest.approx(seconds)
 
 
 class Settling(Toy):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.serving.deployment import ServingParallel, read_disaggregation
-from e2e.serving.serving_answer import cache_transfer, deployment_of, named_model, serve
+from e2e.capture.models.served_model import named_model
+from e2e.serving.deployment import ServingParallel, read_disaggregation, read_speculation
+from e2e.serving.serving_answer import cache_transfer, deployment_of, serve
 from e2e.serving.serving_request import ServingRequest
-from e2e.serving.speculation import read_speculation
 from e2e.serving.step_price import Prompt, StepPrice, table_error
 
 _SMALL = ServingRequest(model="llama-3.2-1b", gpu="h100-sxm", concurrency=4, requests=8)
@@ -23,7 +23,7 @@ def test_copies_have_their_own_parallelism() -> None:
 
 @pytest.mark.parametrize("text", ["prefill=2", "prefill=2,decode=0", "prefill=2,decode=x"])
 def test_each_kind_of_copies_needs_a_number(text: str) -> None:
-    with pytest.raises(InputError, match="write how many copies do what"):
+    with pytest.raises(InputError, match="write how many copies do what|must be a whole number"):
         read_disaggregation(text, ServingParallel())
 
 
@@ -44,12 +44,12 @@ def test_a_longer_cache_takes_longer_and_the_network_longer_still() -> None:
 )
 def test_a_draft_that_cannot_be_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_speculation(text, named_model("llama-3.2-1b"), named_model)
+        read_speculation(text, named_model("llama-3.2-1b"))
 
 
 def test_expected_tokens_of_a_step() -> None:
     model = named_model("deepseek-v3")
-    found = read_speculation("tokens=2,acceptance=0.5", model, named_model)
+    found = read_speculation("tokens=2,acceptance=0.5", model)
     assert found is not None
     assert found.tokens_per_step == 1 + 0.5 + 0.25
     assert found.draft.depth == 1
@@ -63,9 +63,9 @@ def test_verification_costs_more_than_a_step_and_less_than_its_tokens() -> None:
 
 
 def test_tabulated_steps_are_near_those_priced_one_by_one() -> None:
-    error = table_error(StepPrice(deployment_of(_SMALL)), 64, (500, 1500), 1024, 6)
-    assert error.median < 0.02
-    assert error.largest < 0.1
+    median, largest = table_error(StepPrice(deployment_of(_SMALL)), 64, (500, 1500), 1024, 6)
+    assert median < 0.02
+    assert largest < 0.1
 
 
 def test_more_copies_answer_sooner() -> None:

@@ -53,6 +53,48 @@ def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     assert seconds(0.0, 1e-4, 2) - seconds(0.0, 0.0, 2) == pytest.approx(26e-4)
 
 
+def test_copies_of_the_attention_have_hosts_of_their_own():
+    asked = ServingRequest(model="deepseek-r1", gpu="h200-sxm", gpus=8, parallel="tp=8,ep=8,dp-attention=8")
+    price = StepPrice(deployment_of(asked))
+    slow = price.with_engine(replace(price.engine, sequence=price.engine.sequence + 1e-4))
+    added = slow.step_seconds(24, 500, [Prompt(128)]) - price.step_seconds(24, 500, [Prompt(128)])
+    assert added == pytest.approx(4e-4), "three sequences and a prompt on the busiest rank"
+
+
+def _parts(prompt: int = 0, **asked: object) -> dict[str, float]:
+    """How often a step of 4 sequences runs kernels of each part."""
+    price = StepPrice(deployment_of(ServingRequest(**asked)))  # type: ignore[arg-type]
+    found: dict[str, float] = {}
+    for each in price.listed(4, 500, [Prompt(prompt)] if prompt else ()):
+        found[each.part] = found.get(each.part, 0) + each.count
+    return found
+
+
+def test_tables_of_attention_hold_what_they_were_timed_with():
+    vllm, sglang, trtllm = (
+        _parts(model="llama-3.1-8b", gpu="h100-sxm", engine=each) for each in ("vllm", "sglang", "trtllm")
+    )
+    assert (vllm["rotary"], vllm["cache write"]) == (32, 32)
+    assert (sglang["rotary"], "cache write" in sglang) == (32, False)
+    assert not {"rotary", "cache write"} & set(trtllm)
+
+
+def test_shared_experts_are_one_of_sglangs_experts():
+    """DeepSeek-R1: 3 dense layers and 58 of 256 experts and a shared one; two products of a feed-forward block."""
+    asked = {"model": "deepseek-r1", "gpu": "h200-sxm", "gpus": 8}
+    assert _parts(engine="sglang=0.5.9", **asked)["feed-forward"] == 3 * 2
+    assert _parts(engine="vllm", **asked)["feed-forward"] == 61 * 2
+    work = StepPrice(deployment_of(ServingRequest(engine="sglang", **asked))).work  # type: ignore[arg-type]
+    (layer,) = {each.operator for each in work.rows(4, 4) if each.part == "experts"}
+    assert (len(layer.counts), layer.counts[-1]) == (257, 4)
+
+
+def test_norms_are_part_of_the_all_reduces_of_mixtures_from_sglang_0_5_9():
+    asked = {"model": "qwen3-235b", "gpu": "h200-sxm", "gpus": 4}
+    before, since = (_parts(engine=f"sglang={version}", **asked)["norm"] for version in ("0.5.6", "0.5.9"))
+    assert before - since == 2 * 94
+
+
 def test_intervals_hold_at_least_the_band_of_the_engine():
     asked = {"model": "llama-3.1-8b", "gpu": "h100-sxm", "concurrency": 8, "requests": 16, "output_length": 32}
     engine = deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")).engine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.serving.request_trace import read_trace
+from e2e.serving.workload import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -51,7 +51,7 @@ def test_formats(tmp_path, text, arrivals, inputs, outputs):
 
 def test_prefixes_and_priorities(tmp_path):
     load = read_trace(written(tmp_path, MOONCAKE))
-    assert load.prefixes == [(46, 47), (46, 48)] and load.prefix_block == 512
+    assert load.prefixes == ((46, 47), (46, 48)) and load.prefix_block == 512
     assert load.priorities is not None and load.priorities.tolist() == [0, 1]
     assert read_trace(written(tmp_path, AZURE)).prefixes is None
 
@@ -68,17 +68,17 @@ def test_a_part_of_a_trace_and_its_lengths_alone(tmp_path):
     [
         ("", "line 1: has the columns none"),
         ("a,b\n1,2\n", "line 1: has the columns a, b"),
-        (AZURE + "yesterday,1,2\n", "line 4: TIMESTAMP 'yesterday' is no time"),
-        (AZURE + "2023-11-16 18:17:05,1\n", "line 4: has 2 columns"),
-        (BURST + "nan,m,1,2,3,x\n", "line 5: Timestamp 'nan' is no time"),
-        (BURST + "7,m,1.5,2,3,x\n", "line 5: Request tokens '1.5' is no number of tokens"),
-        (BURST + "7,m,-1,2,3,x\n", "line 5: Request tokens '-1' is no number"),
-        (BURST + "7,m,1e300,2,3,x\n", "line 5: Request tokens '1e300' is no number"),
-        (MOONCAKE + "{", "line 3: is no JSON object"),
-        (MOONCAKE + "[1]", "line 3: has no timestamp"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 2}', "line 3: has no output_length"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": null, "output_length": 1}', "input_length None is no number"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 5}', "hash_ids is no list"),
+        (AZURE + "yesterday,1,2\n", "line 4: TIMESTAMP: Invalid isoformat string: 'yesterday'"),
+        (AZURE + "2023-11-16 18:17:05,1\n", "line 4: GeneratedTokens: Input should be a valid integer"),
+        (BURST + "nan,m,1,2,3,x\n", "line 5: Timestamp: Input should be a finite number"),
+        (BURST + "7,m,1.5,2,3,x\n", "line 5: Request tokens: Input should be a valid integer"),
+        (BURST + "7,m,-1,2,3,x\n", "line 5: Request tokens: Input should be greater than or equal to 0"),
+        (BURST + "7,m,1e300,2,3,x\n", "line 5: Request tokens: Input should be a valid integer"),
+        (MOONCAKE + "{", "line 3: Invalid JSON"),
+        (MOONCAKE + "[1]", "line 3: Input should be an object"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": 2}', "line 3: output_length: missing"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": null, "output_length": 1}', "input_length: Input should be"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 5}', "hash_ids: must be"),
         ("Timestamp,Request tokens,Response tokens\n1,2,0\n", "has no request that was answered"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ class _ToyPrice:
 
     engine: Engine
     tokens_per_step: float = 1.0
+    copies: int = 1
 
     def step_seconds(self, sequences: int, context: float, prompts: tuple = ()) -> float:
         return 1.0 + 0.01 * sum(each.queries for each in prompts)
@@ -80,6 +81,15 @@ def test_the_latest_sequence_is_preempted_and_computed_again() -> None:
     assert run.prompt_tokens == 100 + 100 + 110  # it had ten tokens when the cache was full
     assert run.last[1] > run.last[0]
     assert run.first[1] == run.first[0]
+
+
+@pytest.mark.parametrize(("engine", "prompts"), [("vllm", 2), ("sglang", 1)])
+def test_copies_of_the_attention_have_a_budget_each_or_share_one(engine: str, prompts: int) -> None:
+    """Two prompts of 100 tokens, budget 100: both in the first step where each of two copies has the budget."""
+    run, changed = ServedRun.of(2), replace(engine_named(engine), token_budget=100)
+    made = Scheduler(cast("StepPrice", _ToyPrice(changed, copies=2)), 10_000, run)
+    serve_workload(closed_loop(100, 3, 2, 2), [made], "round-robin")
+    assert sum(run.first == run.first.min()) == prompts
 
 
 def test_an_urgent_request_is_served_first() -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import e2e
 from costmodel.base.errors import InputError, MachineError, ProjectError, ShortageError
 from e2e.capture.models.configurations import served, with_defaults
+from e2e.capture.models.served_model import served_model
 from e2e.commands.cli import app
-from e2e.serving.served_model import served_model
 
 GPU: dict[str, Any] = {"gpu": "h100-sxm"}
 BASE = {"model": "llama-3.1-8b", **GPU}
@@ -37,10 +37,10 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "engine": "vlm"}, "did you mean vllm"),
         ({**BASE, "engine": "vllm=latest"}, "'latest' is no version"),
         ({**BASE, "engine_options": "token-bugdet=1"}, "did you mean token-budget"),
-        ({**BASE, "engine_options": "memory-share=nan"}, "must be a number from"),
+        ({**BASE, "engine_options": "memory-share=nan"}, "memory-share: Input should be"),
         ({**BASE, "engine_options": "server=5"}, "is not a quantity"),
-        ({**BASE, "engine_options": "sequences=1.5"}, "must be a whole number"),
-        ({**BASE, "engine_options": "schedule=fair"}, "choose one of mixed"),
+        ({**BASE, "engine_options": "sequences=1.5"}, "sequences: Input should be a valid integer"),
+        ({**BASE, "engine_options": "schedule=fair"}, "schedule: Input should be 'mixed'"),
         ({**BASE, "precision": "fp8-tensorwise"}, "is a recipe of training"),
         ({**BASE, "precision": "weights=fp7"}, "choose one of bf16"),
         ({**BASE, "gpu": "a100-sxm-80gb", "precision": "activations=fp8"}, "no arithmetic in FP8"),

@@ -13,10 +13,9 @@ import pytest
 
 import e2e
 from e2e.serving.serving_answer import ServingAnswer, serve
-from e2e.serving.serving_report import serving_page, users_curve
+from e2e.serving.serving_report import serving_page, users_curve, write_serving_timeline
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.serving_result import ServingResult, serving_result
-from e2e.serving.serving_timeline import write_serving_timeline
 
 BASE: dict[str, Any] = {
     "model": "llama-3.1-8b", "gpu": "h100-sxm", "input_length": 512, "output_length": 64, "concurrency": 8,

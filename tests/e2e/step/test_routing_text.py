@@ -11,7 +11,7 @@ from e2e.step.options import parse_routing
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "'' is none of balanced, power-law=1.2, capacity=1.25"),
+        ("", "'' is none of balanced, power-law=1.2, drawn=1, capacity=1.25"),
         ("uneven", "'uneven' is none of"),
         ("power-law", "'power-law' is none of"),
         ("capacity=wide", "capacity=wide is no number"),

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.operators.attention import LinearKind
+from e2e.capture.models.configurations import read_configuration, served, with_defaults
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,13 @@ class SoftmaxAttention:
     # The output is multiplied by a gate as wide as the queries.
     gated: bool = False
 
-    @property
-    def cache_elements(self) -> int:
-        """Elements of keys and values of one token."""
-        return 2 * self.kv_heads * self.head_dim
+    def cache_elements(self, ranks: int) -> int:
+        """Elements of one token that each of ``ranks`` keeps of the whole text: none with a window."""
+        return 0 if self.window else 2 * max(self.kv_heads // ranks, 1) * self.head_dim
 
     def parameters(self, hidden: int) -> int:
         """Number of weights."""
-        queries = self.heads * self.head_dim
-        return hidden * (queries * (3 if self.gated else 2) + self.cache_elements)
+        return hidden * self.head_dim * (self.heads * (3 if self.gated else 2) + 2 * self.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class LatentAttention:
     index_dim: int = 0
     selected: int = 0
 
-    @property
-    def cache_elements(self) -> int:
-        """Elements of the compressed keys and values of one token, and of the indexer's key."""
+    def cache_elements(self, ranks: int) -> int:
+        """Elements of the compressed keys and values of one token, and of the indexer's key, on each rank."""
         return self.kv_rank + self.rope_dim + self.index_dim
 
     def parameters(self, hidden: int) -> int:
@@ -86,8 +85,7 @@ class LinearMixer:
     value_dim: int
     convolution: int
 
-    @property
-    def cache_elements(self) -> int:
+    def cache_elements(self, ranks: int) -> int:
         """0: the state does not grow with the tokens."""
         return 0
 
@@ -129,8 +127,8 @@ class Experts:
     shared: int = 0
 
     def parameters(self, hidden: int) -> int:
-        """Number of weights, without the router's."""
-        return 3 * hidden * (self.count * self.inner + self.shared)
+        """Number of weights, the router's included."""
+        return hidden * (3 * (self.count * self.inner + self.shared) + self.count)
 
 
 @dataclass(frozen=True)
@@ -166,26 +164,18 @@ class ServedModel:
         return sum(count for _, count in self.layers)
 
     @property
-    def dense_parameters(self) -> int:
-        """Weights of all layers without those of routed experts, embeddings and head."""
-        found = 0
-        for layer, count in self.layers:
-            block = layer.block
-            if isinstance(block, Experts):
-                found += count * self.hidden * (3 * block.shared + block.count)
-            else:
-                found += count * block.parameters(self.hidden)
-            found += count * layer.mixer.parameters(self.hidden)
-        return found
+    def has_experts(self) -> bool:
+        """Whether some layers choose among experts."""
+        return any(isinstance(layer.block, Experts) for layer, _ in self.layers)
 
     @property
-    def expert_parameters(self) -> int:
-        """Weights of routed experts."""
-        return sum(
-            3 * self.hidden * layer.block.count * layer.block.inner * count
+    def parameters(self) -> int:
+        """Number of weights."""
+        layers = (
+            count * (layer.mixer.parameters(self.hidden) + layer.block.parameters(self.hidden))
             for layer, count in self.layers
-            if isinstance(layer.block, Experts)
         )
+        return sum(layers) + self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -202,35 +192,46 @@ _NORMALISED = (
 _UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
 
 
+def named_model(name: str | Path) -> ServedModel:
+    """The model of a name, or of the Hugging Face configuration file ``name``."""
+    if isinstance(name, str) and not name.endswith(".json"):
+        return served_model(served(name), name)
+    return served_model(with_defaults(read_configuration(Path(name))), str(name))
+
+
 def served_model(config: Mapping[str, Any], source: str) -> ServedModel:
     """The model of a Hugging Face configuration; ``InputError`` naming ``source`` if it is no decoder that is known."""
-    config = _text_part(config)
-    read = _Reader(config, source)
+    try:
+        return _model(_text_part(config), source)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+
+
+def _model(config: Mapping[str, Any], source: str) -> ServedModel:
     kind = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder") or kind in _ENCODERS:
-        raise InputError(f"{source}: has an encoder ({kind}); serving is modelled for decoders only")
-    hidden = read.number("hidden_size", "n_embd", "d_model")
-    count = read.number("num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS)
-    kinds = _layer_kinds(config, count)
+        raise InputError(f"has an encoder ({kind}); serving is modelled for decoders only")
+    hidden = _number(config, "hidden_size", "n_embd", "d_model")
+    kinds = _layer_kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS))
     layers = Counter(
-        Layer(_mixer(read, kind, hidden, kinds[place]), _block(read, kind, hidden, place)) for place in range(count)
+        Layer(_mixer(config, hidden, each), _block(config, hidden, place)) for place, each in enumerate(kinds)
     )
+    longest = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    predicting = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     try:
         stored, experts = stored_precision(config)
     except (TypeError, ValueError, AttributeError):
-        raise InputError(f"{source}: quantization_config cannot be read; correct it, or leave it out") from None
+        raise InputError("quantization_config cannot be read; correct it, or leave it out") from None
     return ServedModel(
         name=str(config.get("_name_or_path") or source),
         hidden=hidden,
-        vocabulary=read.number("vocab_size", most=1 << 24),
+        vocabulary=_number(config, "vocab_size", most=1 << 24),
         layers=tuple(layers.items()),
         tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"))),
-        longest=read.number(
-            "max_position_embeddings", "n_positions", "max_sequence_length", default=1 << 20, most=1 << 31
-        ),
+        longest=_number(config, *longest, default=1 << 20, most=1 << 31),
         stored=stored,
         stored_experts=experts,
-        predicting=read.number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", default=0),
+        predicting=_number(config, *predicting, default=0),
     )
 
 
@@ -243,24 +244,18 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**shared, **inner}
 
 
-class _Reader:
-    """Whole numbers of a configuration by the names that libraries use for them."""
-
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self.config, self.source = config, source
-
-    def number(self, *names: str, default: int | None = None, most: int = 1 << 20) -> int:
-        for name in names:
-            value = self.config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                least = 1 if default is None else 0
-                if not least <= value <= most:
-                    raise InputError(f"{self.source}: {name} is {value}; it must be from {least} to {most:,}")
-                return value
-        if default is None:
-            kind = self.config.get("model_type", "no model_type")
-            raise InputError(f"{self.source}: has no {names[0]} ({kind}); serving is modelled for decoders only")
-        return default
+def _number(config: Mapping[str, Any], *names: str, default: int | None = None, most: int = 1 << 20) -> int:
+    """Whole number by the first of ``names``, which differ between libraries, that the configuration has."""
+    found = {name: config[name] for name in names if type(config.get(name)) is int}
+    if not found and default is None:
+        kind = config.get("model_type", "no model_type")
+        raise InputError(f"has no {names[0]} ({kind}); serving is modelled for decoders only")
+    least = 1 if default is None else 0
+    for name, value in found.items():
+        if not least <= value <= most:
+            raise InputError(f"{name} is {value}; it must be from {least} to {most:,}")
+        return value
+    return default or 0
 
 
 def _layer_kinds(config: Mapping[str, Any], count: int) -> list[str]:
@@ -268,74 +263,62 @@ def _layer_kinds(config: Mapping[str, Any], count: int) -> list[str]:
     listed = config.get("layer_types")
     if isinstance(listed, list) and len(listed) >= count:
         return [str(each) for each in listed[:count]]
-    window = config.get("sliding_window")
     every = config.get("full_attention_interval") or config.get("sliding_window_pattern")
     if isinstance(every, int) and every > 0:
         other = "linear_attention" if "linear_num_value_heads" in config else "sliding_attention"
         return ["full_attention" if (place + 1) % every == 0 else other for place in range(count)]
+    window = config.get("sliding_window")
     sliding = isinstance(window, int) and window > 0 and config.get("use_sliding_window", True)
     return ["sliding_attention" if sliding else "full_attention"] * count
 
 
-def _mixer(read: _Reader, kind: str, hidden: int, layer: str) -> Mixer:
-    config = read.config
-    heads = read.number("num_attention_heads", "n_head", "num_heads")
+def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
+    heads = _number(config, "num_attention_heads", "n_head", "num_heads")
     if layer in ("linear_attention", "mamba", "mamba2"):
-        return LinearMixer(
-            "gated_delta",
-            read.number("linear_num_key_heads"),
-            read.number("linear_key_head_dim"),
-            read.number("linear_num_value_heads"),
-            read.number("linear_value_head_dim"),
-            read.number("linear_conv_kernel_dim", default=4),
-        )
+        names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+        sizes = [
+            *(_number(config, f"linear_{name}") for name in names),
+            _number(config, "linear_conv_kernel_dim", default=4),
+        ]
+        return LinearMixer("gated_delta", *sizes)
     if config.get("kv_lora_rank"):
-        return LatentAttention(
-            heads,
-            read.number("q_lora_rank", default=0),
-            read.number("kv_lora_rank"),
-            read.number("qk_nope_head_dim"),
-            read.number("qk_rope_head_dim"),
-            read.number("v_head_dim"),
-            read.number("index_n_heads", default=0),
-            read.number("index_head_dim", default=0),
-            read.number("index_topk", default=0),
-        )
-    width = read.number("head_dim", default=0) or max(hidden // heads, 1)
-    groups = read.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = [_number(config, "q_lora_rank", default=0), *(_number(config, name) for name in names)]
+        indexer = [_number(config, name, default=0) for name in ("index_n_heads", "index_head_dim", "index_topk")]
+        return LatentAttention(heads, *sizes, *indexer)
+    kind = str(config.get("model_type", ""))
+    groups = _number(config, "num_key_value_heads", "num_kv_heads", default=heads) or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         groups = 1
     if heads % groups:
-        raise InputError(f"{read.source}: {heads} heads cannot share {groups} key-value heads; check the configuration")
+        raise InputError(f"{heads} heads cannot share {groups} key-value heads; check the configuration")
     return SoftmaxAttention(
         heads,
         groups,
-        width,
-        read.number("sliding_window", default=0) if layer == "sliding_attention" else 0,
-        kind == "gpt_oss",
-        kind.removesuffix("_text") in _NORMALISED or bool(config.get("use_qk_norm")),
-        bool(config.get("attn_output_gate")),
+        _number(config, "head_dim", default=0) or max(hidden // heads, 1),
+        window=_number(config, "sliding_window", default=0) if layer == "sliding_attention" else 0,
+        sinks=kind == "gpt_oss",
+        normalised=kind.removesuffix("_text") in _NORMALISED or bool(config.get("use_qk_norm")),
+        gated=bool(config.get("attn_output_gate")),
     )
 
 
-def _block(read: _Reader, kind: str, hidden: int, place: int) -> FeedForward | Experts:
-    config = read.config
-    count = read.number("n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
-    dense = place < read.number("first_k_dense_replace", default=0) or place in _listed(config, "mlp_only_layers")
-    step = read.number("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
+def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | Experts:
+    count = _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
+    listed = config.get("mlp_only_layers")
+    dense = place < _number(config, "first_k_dense_replace", default=0) or (
+        isinstance(listed, list) and place in listed
+    )
+    step = _number(config, "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
     if count < 2 or dense or (place + 1) % step:
-        inner = read.number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
-        return FeedForward(inner, kind not in _UNGATED)
-    inner = read.number("moe_intermediate_size", "intermediate_size")
-    shared = read.number("shared_expert_intermediate_size", default=0)
-    shared = shared or read.number("n_shared_experts", "num_shared_experts", default=0) * inner
-    chosen = read.number("num_experts_per_tok", "experts_per_token", "moe_topk", most=count)
-    return Experts(count, chosen, inner, shared)
-
-
-def _listed(config: Mapping[str, Any], name: str) -> list[Any]:
-    found = config.get(name)
-    return found if isinstance(found, list) else []
+        inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+        return FeedForward(inner, config.get("model_type") not in _UNGATED)
+    inner = _number(config, "moe_intermediate_size", "intermediate_size")
+    shared = _number(config, "shared_expert_intermediate_size", default=0)
+    shared = shared or _number(config, "n_shared_experts", "num_shared_experts", default=0) * inner
+    return Experts(
+        count, _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", most=count), inner, shared
+    )
 
 
 def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -343,9 +326,8 @@ def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:
     stored = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(stored, Mapping):
         return "", ""
-    method = str(stored.get("quant_method", stored.get("quant_algo", ""))).lower()
     algorithm = str(stored.get("quant_algo", "")).lower()
-    left = " ".join(map(str, stored.get("modules_to_not_convert") or stored.get("ignore") or ())).lower()
+    method = str(stored.get("quant_method", algorithm)).lower()
     if method == "mxfp4":
         return "", "mxfp4"
     if "fp8" in method or "fp8" in algorithm:
@@ -353,14 +335,14 @@ def stored_precision(config: Mapping[str, Any]) -> tuple[str, str]:
         return kind, kind
     if "nvfp4" in algorithm or "fp4" in method:
         return "nvfp4", "nvfp4"
-    if method in ("awq", "gptq") or method == "compressed-tensors":
-        bits = int(stored.get("bits") or stored.get("w_bit") or 0)
-        for group in (stored.get("config_groups") or {}).values():
-            weights = group.get("weights") or {}
-            bits, name = int(weights.get("num_bits") or bits), str(weights.get("type", "int"))
-            if bits == 8 and name == "float":
-                return "fp8", "fp8"
-        kept = "self_attn" in left or "attention" in left
-        kind = {4: "int4", 8: "int8"}.get(bits, "")
-        return ("" if kept else kind), kind
-    return "", ""
+    if method not in ("awq", "gptq", "compressed-tensors"):
+        return "", ""
+    bits = int(stored.get("bits") or stored.get("w_bit") or 0)
+    for group in (stored.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        bits = int(weights.get("num_bits") or bits)
+        if bits == 8 and weights.get("type") == "float":
+            return "fp8", "fp8"
+    left = " ".join(map(str, stored.get("modules_to_not_convert") or stored.get("ignore") or ())).lower()
+    kind = {4: "int4", 8: "int8"}.get(bits, "")
+    return ("" if "self_attn" in left or "attention" in left else kind), kind

@@ -1,0 +1,78 @@
+"""Count of the Python functions that a program and its libraries call between two recorded operators.
+
+The host takes time for them that no operator has: modules and their hooks, wrappers of ranks (FSDP visits every
+parameter four times in a step), loops over parameters, collating of batches. Functions of this capture, and those that
+PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls, and those
+of imports. A first step calls functions that later ones do not, so they are counted where a step has run before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from torch.utils.data._utils import worker
+
+_MAIN = "__main__"
+_OWN = str(Path(__file__).parents[1])
+# Parts of PyTorch that find shapes of results or hand operators to a recorder, and what this capture uses itself.
+_OF_RECORDING = (
+    *(f"torch/{name}" for name in ("_meta_registrations", "_refs", "_prims", "_decomp", "_subclasses", "_library")),
+    *(f"torch/{name}" for name in ("_ops", "_dynamo", "_compile.py", "compiler", "_jit_internal", "overrides", "fx/")),
+    *(f"torch/utils/{name}" for name in ("_python_dispatch", "_pytree", "_device", "_stats")),
+    *("unittest/mock", "contextlib", "weakref", "typing.py"),
+)
+
+
+class CountsFunctions(Protocol):
+    """Recorder of operators, active while ``enabled``; ``functions``: those called since the last operator."""
+
+    enabled: bool
+    functions: int
+
+
+@contextmanager
+def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
+    """Context in which ``recorder`` counts the functions that this thread calls."""
+    counts: dict[str, bool] = {}
+    importing = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal importing
+        if (
+            event in ("call", "return")
+            and frame.f_code.co_name == "<module>"
+            and frame.f_globals.get("__name__") != _MAIN
+        ):
+            importing += 1 if event == "call" else -1
+        elif event == "call" and recorder.enabled and not importing:
+            file = frame.f_code.co_filename
+            if file not in counts:
+                own = file.startswith((_OWN, "<"))
+                counts[file] = not own and not any(part in file for part in _OF_RECORDING)
+            if counts[file] and worker._worker_info is None:
+                recorder.functions += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class Uncounted:
+    """Context in which functions are not counted; it costs next to nothing."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = sys.getprofile()
+        sys.setprofile(None)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        sys.setprofile(self._before)
