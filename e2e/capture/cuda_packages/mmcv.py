@@ -34,7 +34,7 @@ def _suppressed(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float,
 
 
 # Functions that return their result.
-_RETURNING = {"ms_deform_attn_forward": _attended, "nms": _suppressed}
+_RETURNING: dict[str, Callable[..., Any]] = {"ms_deform_attn_forward": _attended, "nms": _suppressed}
 
 
 class Extension:
