@@ -193,8 +193,8 @@ def test_a_job_takes_as_long_and_is_known_as_well_by_its_script_as_by_its_sizes(
     # The script's weights and states are BF16 alone.
     sizes: dict[str, Any] = {"recipe": "pure-bf16", "dtype": "bfloat16", "attention": "flash", "sequence_length": 1024}
     by_sizes = predicted(model_config=config, parallel=f"{way}=8", **sizes, **machine)
-    # The script's host also calls the functions of its hooks.
-    assert by_script.iteration_seconds == pytest.approx(by_sizes.iteration_seconds, rel=0.03)
+    # Functions that the hooks of FSDP call are counted in the script alone.
+    assert by_script.iteration_seconds == pytest.approx(by_sizes.iteration_seconds, rel=0.05)
     for one, other in zip(_width(by_script), _width(by_sizes), strict=True):
         assert one == pytest.approx(other, abs=0.015)
 
