@@ -28,6 +28,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from costmodel.base.errors import ModelError
+from e2e.capture.known_values import know, known
 from e2e.step.options import SeenGpu
 
 # An overridden function hides those that it calls: for ``backward`` that would be a recomputed forward pass.
@@ -224,6 +225,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
+        (torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)),
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
@@ -251,6 +253,19 @@ def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
         (checkpoint, "_infer_device_type", lambda *args: "cuda"),
         (checkpoint, "_allowed_determinism_checks_to_fns", checks),
     ]
+
+
+def _copied(copy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a ``deepcopy`` of tensors whose result has the known values too."""
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        result, values = copy(tensor, memo), known(tensor)
+        if values is not None:
+            with torch._C.DisableTorchFunction():  # the place of ``result`` is the real one
+                know(result, values)
+        return result
+
+    return copied
 
 
 def _formatted(tensor: torch.Tensor, form: str) -> str:

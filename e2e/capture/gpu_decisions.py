@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -441,7 +442,10 @@ def _written(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping
     """
     data = _numbers(args[0] if args else kwargs.get("data"))
     others = {key: value for key, value in kwargs.items() if key != "data"}
-    device = torch.device(others.pop("device", None) or torch.get_default_device())
+    place = others.pop("device", None)
+    if place is None and isinstance(data, torch.Tensor) and import_module("torch.utils._device").CURRENT_DEVICE is None:
+        place = data.device  # where no default device is set, a tensor stays where it is
+    device = torch.device(place or torch.get_default_device())
     if device.type != "meta" or isinstance(data, torch.Tensor):
         result = func(data, *args[1:], device=device, **others)
         if isinstance(data, (list, tuple)):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.script_lines import flag_of_running_line
 
 aten = torch.ops.aten
 
@@ -62,7 +63,8 @@ def _read_scalar(func: Any, tensor: torch.Tensor) -> Any:
         return func(values)
     nothing_found = getattr(tensor, "_any_of", False)
     if tensor.dtype is torch.bool:
-        return not nothing_found
+        wanted = flag_of_running_line()
+        return not nothing_found if wanted is None else wanted
     if nothing_found:
         return 0.0
     return 1.0 if tensor.dtype.is_floating_point else 1
@@ -94,7 +96,8 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
             return torch.ones((), dtype=dtype)
         return torch.zeros(tensor.shape, dtype=dtype)
     result = func(tensor, **kwargs)
-    if _is_meta(result) and not _is_meta(tensor) and not tensor.is_floating_point() and tensor.numel() <= LIMIT:
+    small = tensor.numel() <= (1 if tensor.is_floating_point() else LIMIT)
+    if _is_meta(result) and not _is_meta(tensor) and small:
         know(result, tensor.to(result.dtype, copy=True))
     return result
 

@@ -69,6 +69,8 @@ MOST_WARMING = 24
 WARMING_STEPS = 2
 # Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
 MOST_UNSTEPPED = 16
+# Most steps of an optimizer that differ in turn, such as those with and without a penalty, and are taken as one.
+MOST_IN_TURN = 4
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ class StepFinder:
     title: str = ""
     # Optimizer -> its steps.
     steps: Counter[int] = field(default_factory=Counter)
+    # Steps of the optimizer that are one step here, and those since the last boundary.
+    in_turn: int = 1
+    _since: int = 0
+    # True if gradients were computed before a step of it.
+    _differentiates: bool = False
     # The last step, those before it that differ from each other, and the digests of all so far.
     step: RecordedStep = RecordedStep()
     different: list[RecordedStep] = field(default_factory=list)
@@ -236,6 +243,14 @@ class StepFinder:
             self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
 
     def _boundary(self) -> None:
+        passes = max(self.recorder.finished_passes, len(self.recorder.passes))
+        self._since += 1
+        if self._differentiates and not passes:  # a second step for the same gradients
+            return
+        self._differentiates |= passes > 0
+        if self._since < self.in_turn:
+            return
+        self._since = 0
         whole = self.whole = self.accumulated.is_whole()
         repeated = self.accumulated.end_step()
         step = self.step = replace(self.recorder.cut(), repeated=repeated)
@@ -246,7 +261,7 @@ class StepFinder:
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
         more = "" if repeated is None else f"{repeated.more} more" if whole else f"cut {len(self.digests)}"
         self.digests.append(f"{digest(step.calls)} {more}")
-        self.backward.append(len(step.passes))
+        self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
             self.passes.replaying = False  # the step that is taken must have run them
@@ -256,10 +271,19 @@ class StepFinder:
             return  # it warms up for the capture of a CUDA graph, perhaps
         elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
             self._finish(step, last, f"equal to step {last - 1}")
+        elif not equal and last >= MOST_STEPS and (period := self._period()):
+            self.in_turn, self.accumulated.leaving_out = period, False
+            self._begin_anew()
         elif not equal and last >= MOST_STEPS:
             self._finish_middle()
         elif not equal and last > WARMING_STEPS and sum(len(each.calls) for each in self.different) < MOST_CALLS:
             self.different.append(step)
+
+    def _period(self) -> int:
+        """Return after how many steps they begin anew; 0 if they do not."""
+        steps = self.digests if self.in_turn == 1 else []
+        numbers = range(2, MOST_IN_TURN + 1)
+        return next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
 
     def _finish_middle(self) -> None:
         """Finish with the middle one of the last steps, by their work; those of a job communicate like the last."""
@@ -282,13 +306,14 @@ class StepFinder:
         for group in self._groups:  # passes of the step itself
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
-        most, taken = max(self.backward, default=0), len(step.passes)
+        most, taken = max(self.backward, default=0), self.backward[number - 1] if self.backward else 0
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
         if step.repeated is not None:
             told = f"{step.repeated.more:,} of its {len(step.passes):,} passes, which are alike, not run; {told}"
-        self.finish(step, f"step {number} of {self.title}, {len(step.calls):,} operators, {told}")
+        turn = f" (each is {self.in_turn} of its steps, which differ)" if self.in_turn > 1 else ""
+        self.finish(step, f"step {number} of {self.title}{turn}, {len(step.calls):,} operators, {told}")
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
@@ -437,6 +462,8 @@ def _start(launch: Launch, hub: Hub) -> None:
         if end.code not in (None, 0):
             said = f"{end.code}" if isinstance(end.code, str) else f"status {end.code}; its own message is above"
             raise ModelError(f"{launch.title}: the program ended before its first step: {said}") from None
+    except (ModelError, InputError):
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         missing = told_missing(error, frames, hub) or missing_package(error, frames)

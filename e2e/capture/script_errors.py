@@ -152,6 +152,8 @@ def oversized_told() -> Iterator[None]:
         raise InputError(told) from None
 
 
+# What to do about an error of a program.
+_ADVICE = "its traceback is above: mend it, or install the versions of packages that the program was written for"
 # Folders of code whose frames say nothing about the script.
 _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
@@ -178,8 +180,9 @@ def reporting(reference: str) -> Iterator[None]:
         with patch.object(os, "_exit", _exit_of(os.getpid())):
             yield
     except EndlessStepError as error:
-        if reference.rpartition(":")[0] not in str(error):
-            error.args = (f"{_place(reference, error)}: {error}",)
+        place = _place(reference, error)
+        if place.rpartition(":")[0] not in str(error):
+            error.args = (f"{place}: {error}",)
         raise
     except InputError:
         raise
@@ -210,10 +213,11 @@ def reporting(reference: str) -> Iterator[None]:
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         said = "".join(traceback.format_exception_only(error))
         print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
-        summary = " ".join(str(error).split())[:200] + _hint(frames)
-        advice = "; mend it there: it runs without a GPU and without data" if file else ""
+        said = str(error) or (frames[-1].line or "" if frames else "")  # such as the condition of an assertion
+        summary = " ".join(said.split())[:200] + _hint(frames)
+        advice = "mend it there: it runs without a GPU and without data" if file else _ADVICE
         place = reference if file else _place(reference, error)
-        raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}{advice}") from error
+        raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}; {advice}") from error
 
 
 def _place(reference: str, error: BaseException) -> str:
@@ -221,8 +225,12 @@ def _place(reference: str, error: BaseException) -> str:
     file = Path(reference.rpartition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     if not file.name:  # a program with any number of files
-        own = [each for each in frames if script_file(each.filename) and library_folder(each.filename) is None]
-        return f"{script_file(own[-1].filename)}:{own[-1].lineno}" if own else reference
+        named = [each for each in frames if script_file(each.filename)]
+        own = [each for each in named if library_folder(each.filename) is None]
+        if not own:
+            return reference
+        inside = "" if own[-1] is named[-1] else f" (in {script_file(named[-1].filename)}:{named[-1].lineno})"
+        return f"{script_file(own[-1].filename)}:{own[-1].lineno}{inside}"
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == file.name]
     return f"{file}:{lines[-1]}" if lines else reference
 

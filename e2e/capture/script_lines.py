@@ -4,6 +4,8 @@ package, so that a layer of another library (Transformers, timm) is found in its
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 import sysconfig
 import traceback
@@ -25,13 +27,50 @@ _BETWEEN = tuple(
 
 def script_line() -> str:
     """Return ``FILE:LINE`` of the running line of the script, or an empty string if none is running in this thread."""
+    frame = _script_frame()
+    return f"{script_file(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _script_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = script_file(frame.f_code.co_filename)
-        if file:
-            return f"{file}:{frame.f_lineno}"
+    while frame is not None and not script_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def flag_of_running_line() -> bool | None:
+    """Return the value of a flag, which the running line of the script reads, with which it raises no error; None if
+    it raises none, or not by one flag.
+    """
+    frame = _script_frame()
+    return _without_error(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+@cache
+def _without_error(file: str, line: int) -> bool | None:
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.test.end_lineno or line):
+            raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+            return _operand(node.test, not raises) if raises or isinstance(node, ast.Assert) else None
+    return None
+
+
+@cache
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _operand(test: ast.expr, wanted: bool) -> bool | None:
+    """Return the value that every operand of ``test`` has if it is ``wanted``; None if they differ."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _operand(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        found = {_operand(each, wanted) for each in test.values}
+        return found.pop() if len(found) == 1 else None
+    return wanted
 
 
 @cache

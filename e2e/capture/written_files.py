@@ -109,30 +109,30 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
             mode = "c"
         return map_file(cls, filename, dtype, mode, *args, **kwargs)
 
-    def renamed(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        if is_kept(target):
-            files.copies[os.path.abspath(os.fspath(target))] = os.fspath(files.place(source))
-        elif is_kept(source):
-            shutil.copyfile(files.place(source), files.place(target, writing=True))
+    def renamed(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        if is_kept(dst):
+            files.copies[os.path.abspath(os.fspath(dst))] = os.fspath(files.place(src))
+        elif is_kept(src):
+            shutil.copyfile(files.place(src), files.place(dst, writing=True))
         else:
-            rename(source, target, *args, **kwargs)
-            if files.protects(os.path.abspath(os.fspath(target))):
-                files.made.add(os.path.abspath(os.fspath(target)))
+            rename(src, dst, *args, **kwargs)
+            if files.protects(os.path.abspath(os.fspath(dst))):
+                files.made.add(os.path.abspath(os.fspath(dst)))
 
     def emptied(path: Any, *args: Any, **kwargs: Any) -> None:
         if not is_kept(path):
             tree(path, *args, **kwargs)
 
-    def keep(contents: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(file, (str, os.PathLike)):
-            note(f"{script_line()} writes {os.fspath(file)}: not written")
-            saved[os.path.abspath(os.fspath(file))] = contents
+    def keep(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, (str, os.PathLike)):
+            note(f"{script_line()} writes {os.fspath(f)}: not written")
+            saved[os.path.abspath(os.fspath(f))] = obj
         else:
-            save(contents, file, *args, **kwargs)
+            save(obj, f, *args, **kwargs)
 
-    def fetch(file: Any, *args: Any, **kwargs: Any) -> Any:
-        name = os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
-        return saved[name] if name in saved else load(file, *args, **kwargs)
+    def fetch(f: Any, *args: Any, **kwargs: Any) -> Any:
+        name = os.path.abspath(os.fspath(f)) if isinstance(f, (str, os.PathLike)) else None
+        return saved[name] if name in saved else load(f, *args, **kwargs)
 
     with ExitStack() as stack:
         for target, name, value in (

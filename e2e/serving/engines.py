@@ -49,9 +49,7 @@ class Engine:
     token_budget: _Count  # most tokens of one step
     sequences: _Count  # most that run at once
     graph_sequences: Annotated[int, Field(ge=0, le=1 << 20)]  # most of a step that is launched as a CUDA graph
-    memory_share: Annotated[
-        float, Field(ge=0.01, le=1)
-    ]  # of the GPU's memory that weights, activations and cache may take
+    memory_share: Annotated[float, Field(ge=0.01, le=1)]  # of the GPU's memory, for weights, activations and cache
     block: _Count  # tokens of a block of the cache
     attention: AttentionKernel
     experts: ExpertKernel
@@ -63,14 +61,10 @@ class Engine:
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
-    # Shared experts are computed by the kernel of the others.
-    fuses_shared: bool = False
-    # The token budget is of all copies of the attention together; else each has it.
-    shares_budget: bool = False
-    # Tokens of a step beside one prompt and one for each user, where a recipe sets the budget so; 0: ``token_budget``.
-    beside_prompt: int = 0
-    # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
-    band_tpot: float = 1.12
+    fuses_shared: bool = False  # shared experts are computed by the kernel of the others
+    shares_budget: bool = False  # the token budget is of all copies of the attention together; else each has it
+    beside_prompt: int = 0  # tokens of a step beside one prompt and one per user, where a recipe sets the budget so
+    band_tpot: float = 1.12  # factors between means of measured runs and what their kernels say, in 80 % of cases
     band_ttft: float = 1.65
 
 

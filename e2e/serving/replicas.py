@@ -59,8 +59,7 @@ def _serve(
     """
     left, listed = len(numbers), iter(numbers.tolist())
     arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
-    # Heap of the times at which requests reach the engine: the server takes its time first. In a closed loop all start
-    # at once.
+    # Heap of the times at which requests reach the engine, after the server's time; in a closed loop all start at once.
     server = replicas[0].engine.server
     sends = [server] * min(concurrency, left) if arrivals is None else [each + server for each in arrivals]
     waiting = left - len(sends)  # requests whose client has no answer to the one before

@@ -62,6 +62,11 @@ class ServingAnswer:
         return cache_room(self.deployment)
 
     @property
+    def most_sequences(self) -> int:
+        """Most sequences of a copy at once: each copy of the attention has its own."""
+        return self.deployment.engine.sequences * self.deployment.parallel.attention_dp
+
+    @property
     def gpus(self) -> int:
         """GPUs of all copies."""
         return self.split.gpus if self.request.disaggregate else self.request.gpus * self.request.replicas
@@ -90,14 +95,11 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
     run, known = ServedRun.of(workload.count), Tables() if tables is None else tables
 
     def copies(deployment: Deployment, count: int) -> list[Scheduler]:
-        room, blocks, kind = (
-            cache_room(deployment),
-            workload.prefix_block,
-            (deployment.parallel, deployment.speculation),
-        )
+        room, blocks = cache_room(deployment), workload.prefix_block
         if room.tokens < workload.longest:
             shortage = room.shortage(deployment, workload.longest)
             raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
+        kind = deployment.parallel, deployment.speculation
         if kind not in known:
             known[kind] = StepPrice(deployment)
         price = known[kind].with_engine(deployment.engine)

@@ -227,11 +227,11 @@ def _asking_library() -> str:
     return ""
 
 
-def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
+def _adapted(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
     """Return the patches of bitsandbytes, if it is the installed package."""
     if isinstance(module, _Package):
         return ()
-    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
+    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module, note)  # type: ignore[no-any-return]
 
 
 def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
@@ -269,7 +269,7 @@ def cuda_packages(note: Note) -> Iterator[None]:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
         patches: dict[str, Patches] = {
-            "bitsandbytes": _adapted,
+            "bitsandbytes": partial(_adapted, note),
             "mmcv.utils.ext_loader": _extended,
             "torch.utils.cpp_extension": partial(_unbuilt, note),
         }
@@ -286,9 +286,18 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
     while error.__cause__ is not None and not (isinstance(error, ImportError) and error.name):
         error = error.__cause__  # a library says that it could not import a part of itself
         frames = traceback.extract_tb(error.__traceback__)
+    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")
+    owner = getattr(error, "obj", None)
+    if isinstance(owner, ModuleType) and library_folder(str(getattr(owner, "__file__", ""))) is not None:
+        return f"{place}uses {error.name} of {owner.__name__}, {_other_version(owner.__name__.partition('.')[0])}"  # type: ignore[attr-defined]
+    if isinstance(error, AttributeError) and frames[-1].name == "__getattr__":  # which says what has become of it
+        folder = library_folder(frames[-1].filename)
+        if folder is not None:
+            package = Path(frames[-1].filename).relative_to(folder).parts[0]
+            place = next((f"{each.filename}:{each.lineno}: " for each in frames[-2:-1]), "")
+            return f"{place}{error} Install the version of {package} that the program was written for"
     if not isinstance(error, ImportError) or not error.name:
         return None
-    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")
     package = error.name.partition(".")[0]
     stub = f"put a {package}.py with these functions, written with torch, on PYTHONPATH"
     if package in PACKAGES and (package in sys.modules or not isinstance(error, ModuleNotFoundError)):
@@ -298,10 +307,7 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         return f"{place}imports {error.name}, which is not predicted: {REFUSED[refused]}"
     named = re.match("cannot import name", str(error)) and library_folder(str(error.path)) is not None
     if named or (isinstance(error, ModuleNotFoundError) and error.name != package and package in sys.modules):
-        return (
-            f"{place}imports {_imported(error)}, which the installed {package} does not have: install the version of "
-            f"{package} that the program was written for"
-        )
+        return f"{place}imports {_imported(error)}, {_other_version(package)}"
     if not isinstance(error, ModuleNotFoundError):
         return None
     if package in INSTALLABLE:
@@ -310,6 +316,13 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
             f"pip install --no-deps {INSTALLABLE[package]}"
         )
     return f"{place}imports {error.name}, which is not installed here: pip install it, or, if it needs CUDA, {stub}"
+
+
+def _other_version(package: str) -> str:
+    return (
+        f"which the installed {package} does not have: install the version of {package} that the program was written "
+        "for"
+    )
 
 
 def _imported(error: ImportError) -> str:

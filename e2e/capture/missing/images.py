@@ -1,12 +1,16 @@
-"""Images of torchvision's data sets that are not there; torchvision and torchaudio beside a PyTorch without a GPU."""
+"""Images that are not there, of torchvision's data sets, of folders and by their names; torchvision and torchaudio
+beside a PyTorch without a GPU.
+"""
 
 from __future__ import annotations
 
+import builtins
 import glob
 import importlib.util
+import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from inspect import signature
@@ -17,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from e2e.capture.imports import patched_imports
+from e2e.capture.missing.arrays import is_missing
 from e2e.capture.stand_ins import Note
 
 
@@ -61,13 +66,136 @@ def _loads(libraries: Iterable[Path]) -> bool:
 @contextmanager
 def made_up_images(folder: Path, note: Note) -> Iterator[None]:
     """Context in which data sets of torchvision that are not there have empty images, and so has a folder that is not
-    there and is searched by a pattern such as ``*.png``. ``folder``: place for files.
+    there and is listed or searched by a pattern such as ``*.png``; an image that is opened and not there is empty.
+    ``folder``: place for files.
     """
+
+    def instead(path: Any) -> Any:
+        """Return ``path``, or an empty image of its form if it is that of an image that is not there."""
+        name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not isinstance(name, str) or not _IMAGE.search(name) or not is_missing(name):
+            return path
+        mode = "L" if _CLASSES.search(name) else "RGB"  # its values are classes, or colours
+        file = folder / f"{mode}{Path(name).suffix.lower()}"
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            import_module("PIL.Image").new(mode, NAMED_SIZE).save(file)
+        note(f"images in {os.path.dirname(name) or '.'} are not there: empty ones of {NAMED_SIZE[0]}x{NAMED_SIZE[1]}")
+        return str(file)
+
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*given: Any, **named: Any) -> Any:
+            return original(*map(instead, given), **{name: instead(value) for name, value in named.items()})
+
+        return read
+
+    def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            return original(instead(file) if mode == "rb" else file, mode, *args, **kwargs)
+
+        return opened
+
+    def timm_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_reader(name: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if name or not is_missing(root):
+                return original(name, root, *args, **kwargs)
+            return _NumberedImages(str(root), instead)
+
+        return create_reader
+
+    readers = {
+        "timm.data.dataset": lambda module: [(module, "create_reader", timm_reader(module.create_reader))],
+        "cv2": lambda module: [(module, "imread", reading(module.imread))],
+        "torchvision.io.image": lambda module: [(module, "read_file", reading(module.read_file))],
+    }
     with ExitStack() as stack:
         stack.enter_context(patched_imports({"torchvision.datasets": lambda module: _image_datasets(module, note)}))
+        stack.enter_context(patched_imports(readers))
         for owner, name in ((Path, "glob"), (Path, "rglob"), (glob, "glob"), (glob, "iglob")):
-            stack.enter_context(patch.object(owner, name, _search(getattr(owner, name), folder, note)))
+            stack.enter_context(patch.object(owner, name, _search(getattr(owner, name), folder / "found", note)))
+        for owner, name, value in (
+            (builtins, "open", opening(open)), (io, "open", opening(io.open)),
+            (os, "listdir", _list(os.listdir, note, lambda path, name: name)),
+            (os, "scandir", _list(os.scandir, note, ListedImage)),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(owner, name, value))
         yield
+
+
+_IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|tiff?)$", re.IGNORECASE)
+# Paths of images whose values are classes, and of folders that have images, in their last two parts.
+_CLASSES = re.compile(r"label|mask|annot|segm|gtfine", re.IGNORECASE)
+_OF_IMAGES = re.compile(r"(image|img|photo|picture|jpeg|frame|train|val|test|label|mask|annot)[^/]*(/[^/]+)?/?$", re.I)
+# Size of an image that is opened by its name: that of most images of COCO.
+NAMED_SIZE = (640, 480)
+
+
+class ListedImage:
+    """Entry of a folder of images that is not there."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name, self.path = name, os.path.join(folder, name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Return True."""
+        return True
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Return False."""
+        return False
+
+    is_symlink = is_dir
+
+
+class _NumberedImages:
+    """Images of a folder that is not there, as timm reads them."""
+
+    def __init__(self, root: str, instead: Callable[[Any], Any]) -> None:
+        self.root, self._instead, self.class_to_idx = root, instead, {str(number): number for number in range(1_000)}
+
+    def __len__(self) -> int:
+        return _IMAGES["ImageNet"][3]
+
+    def __getitem__(self, place: int) -> tuple[Any, int]:
+        return open(self._instead(self.filename(place)), "rb"), place % 1_000
+
+    def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        """Return the name of an image."""
+        return f"{self.root}/{index}.jpg"
+
+
+class _Listing(list):  # type: ignore[type-arg]
+    """Entries of a folder, which can be closed as those of ``os.scandir``."""
+
+    def __next__(self) -> Any:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def _list(original: Any, note: Note, entry: Callable[[str, str], Any]) -> Any:
+    """Return a function that lists a folder, with images in one that is not there and has a name of images."""
+
+    def listed(path: Any = ".") -> Any:
+        if not is_missing(path) or not _OF_IMAGES.search(os.fspath(path)):
+            return original(path)
+        note(f"{os.fspath(path)} is not there: {_FILES:,} images, each as .jpg and .png")
+        names = (f"{number}.{form}" for number in range(_FILES) for form in ("jpg", "png"))
+        return _Listing(entry(os.fspath(path), name) for name in names)
+
+    return listed
 
 
 # Images in a folder that is not there, and their size.
@@ -77,6 +205,8 @@ _IMAGE_PATTERN = re.compile(r"\*\.(jpe?g|png|webp|bmp|tiff?)$", re.IGNORECASE)
 
 def _search(original: Any, folder: Path, note: Note) -> Any:
     def search(*given: Any, **options: Any) -> Any:
+        if not given:
+            return original(**options)
         pattern = str(given[-1])
         searched = Path(*given[:-1], re.split(r"[*?\[]", pattern)[0])
         if not _IMAGE_PATTERN.search(pattern) or searched.exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.capture.missing.arrays import made_up_arrays
+from e2e.capture.missing.coco import made_up_annotations
 from e2e.capture.missing.hub import Hub, offline_hub
 from e2e.capture.missing.hub_datasets import made_up_datasets
 from e2e.capture.missing.images import libraries_for_cuda, made_up_images
@@ -35,7 +36,7 @@ def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
         stack.enter_context(made_up_datasets(made_up, note))
         if made_up:
             stack.enter_context(made_up_images(folder / "images", note))
-            for made_up_data in (made_up_arrays, made_up_shards, made_up_sounds):
+            for made_up_data in (made_up_arrays, made_up_annotations, made_up_shards, made_up_sounds):
                 stack.enter_context(made_up_data(note))
             stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
         yield hub

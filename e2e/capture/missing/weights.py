@@ -62,7 +62,7 @@ class MissingState(dict):  # type: ignore[type-arg]
         return True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # such as the metadata of a module's state, which a state may lack
             raise AttributeError(name)
         raise ModelError(f"{self._file} is not there and its {name} is asked for; put a file of that form there")
 

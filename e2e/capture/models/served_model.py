@@ -39,7 +39,7 @@ class SoftmaxAttention:
         return 0 if self.window else 2 * max(self.kv_heads // ranks, 1) * self.head_dim
 
     def held_bytes(self, ranks: int, bits: float) -> float:
-        """Bytes that a sequence holds on each of ``ranks`` whatever its length, ``bits`` an element: its window."""
+        """Bytes that a sequence holds on each of ``ranks`` whatever its length, of ``bits`` an element: the window."""
         return self.window * 2 * max(self.kv_heads // ranks, 1) * self.head_dim * bits / 8
 
     def parameters(self, hidden: int) -> int:

@@ -267,8 +267,11 @@ def test_the_extension_of_mmcv(told: list[str]):
     ((_, _, load),) = mmcv.patches(module)
     extension, tensor = load("_ext", ["nms"]), torch.empty(8, device="meta")
     assert extension.sigmoid_focal_loss_forward(tensor, tensor, tensor, tensor, gamma=2.0) is None
-    with pytest.raises(ModelError, match="mmcv.ops: nms is not stood in for"):
-        extension.nms(tensor, tensor, iou_threshold=0.5)
+    with pytest.raises(ModelError, match="mmcv.ops: softnms is not stood in for"):
+        extension.softnms(tensor, tensor, iou_threshold=0.5)
+    value, where = torch.empty(2, 100, 8, 32, device="meta"), torch.empty(2, 30, 8, 4, 4, 2, device="meta")
+    attended = extension.ms_deform_attn_forward(value, tensor, tensor, where, where[..., 0], im2col_step=64)
+    assert attended.shape == (2, 30, 256)
 
 
 def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):

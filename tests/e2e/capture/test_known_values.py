@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def value_of(compute: Callable[[], Any]) -> Any:
             [0.0, 1.0, 1.0, 0.0],
         ),
         (lambda: len(torch.repeat_interleave(torch.tensor([2, 3], device="cuda"))), 5),
+        (lambda: bool(torch.tensor(0.0).cuda()), False),
+        (lambda: bool(deepcopy(torch.tensor(0.0).cuda())), False),
         # Nothing is known of the first side, but the second decides.
         (lambda: bool((torch.randn(4, device="cuda") > 0).any() & torch.full((), False, device="cuda")), False),
     ],
@@ -117,3 +120,23 @@ def test_numbers_on_the_gpu_in_a_new_tensor_are_read_and_known():
     trace = captured(step)
     assert sizes == [3, 5, 7]
     assert sum(call.name == "aten::_local_scalar_dense" for call in trace.calls) >= 2
+
+
+def test_a_flag_without_value_raises_nothing():
+    def checked() -> int:
+        flags = torch.randn(70_000, device="cuda") > 0
+        if not flags.any():
+            raise ValueError("none is set")
+        assert not flags.all() and not torch.tensor([1.0], device="cuda").sum().isnan()
+        return 1 if flags.any() else 2
+
+    assert value_of(checked) == 2
+
+
+def test_a_tensor_stays_where_it_is():
+    given = torch.zeros(3)
+
+    def places() -> list[str]:
+        return [torch.as_tensor(given.cuda()).device.type, torch.as_tensor(given).device.type]
+
+    assert value_of(places) == ["cuda", "cpu"]

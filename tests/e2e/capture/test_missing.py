@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from costmodel.base.errors import ModelError
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.imports import patched_imports
 from e2e.capture.missing import hub_datasets
+from e2e.capture.missing.coco import made_up_annotations
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.images import made_up_images
 from e2e.capture.missing.loaders import loaders_without_workers
@@ -312,7 +314,40 @@ def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:
         found = sorted((tmp_path / "absent").glob("**/*.png"))
         assert glob.glob(str(tmp_path / "absent" / "*.jpg")) and not list((tmp_path / "absent").glob("*.txt"))
         assert image.open(found[0]).size == (512, 512) and len(found) == 2_048
+        names = os.listdir("absent/train_images")
+        assert {"0.jpg", "0.png"} <= set(names) and len(names) == 4_096
+        assert [entry.path for entry in os.scandir("absent/masks") if entry.is_file()][:1] == ["absent/masks/0.jpg"]
+        assert image.open("absent/train_images/0.jpg").mode == "RGB" and image.open("absent/masks/0.png").mode == "L"
+        with pytest.raises(FileNotFoundError):
+            os.listdir("absent/checkpoints")
+        with pytest.raises(FileNotFoundError):
+            os.scandir("absent/runs")
     assert notes[0] == f"{tmp_path / 'absent'} is not there: 2,048 empty images of 512x512"
+
+
+COCO = """
+class COCO:
+    def __init__(self, annotation_file=None):
+        assert annotation_file is None
+    def createIndex(self):
+        self.images = {each["id"]: each["file_name"] for each in self.dataset["images"]}
+    def getCatIds(self, catNms=[]):
+        return [each["id"] for each in self.dataset["categories"]]
+"""
+
+
+def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xtcocotools").mkdir()
+    (tmp_path / "xtcocotools" / "coco.py").write_text(COCO, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    notes: list[str] = []
+    with made_up_annotations(notes.append):
+        found = import_module("xtcocotools.coco").COCO("absent.json")
+        assert found.getCatIds(["person", "car"]) == [1, 2] and len(found.getCatIds()) == 80
+    assert notes == ["absent.json is not there: 2,048 images with 7 objects each"]
+    assert found.images[1] == "000000000001.jpg" and {each["bbox"][2] for each in found.dataset["annotations"]} == {90}
 
 
 def test_missing_recordings_are_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,33 @@ while True:
 }
 
 
+# Two steps of the optimizer for one backward pass, and steps that differ in turn.
+TWICE = """
+import sys
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(100):
+    batch = torch.randn(8, 64, device="cuda")
+    if number % 2 and "turn" in sys.argv:
+        batch = batch * 2
+    model(batch).sum().backward()
+    optimizer.step()
+    if "twice" in sys.argv:
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("how", "samples", "said"), [("twice", 8, "step 3 of SGD,"), ("turn", 16, "each is 2 of its")])
+def test_a_step_is_all_that_comes_again(folder: Path, how: str, samples: int, said: str) -> None:
+    (folder / "twice.py").write_text(TWICE, encoding="utf-8")
+    found = run(folder, f"python twice.py {how}")
+    (line,) = [line for line in found.notes if "of SGD" in line]
+    assert said in line and line.endswith("equal to step 2")
+    assert found.throughput.samples == samples and "aten::addmm" in found.breakdown["by_operator"]
+
+
 def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
     (folder / "critic.py").write_text(LOOPS["critic"], encoding="utf-8")
     found = run(folder, "python critic.py")
@@ -335,7 +362,7 @@ def test_a_program_that_fails_is_told_by_its_own_line(folder: Path, capfd: pytes
     (folder / "fails.py").write_text("import torch\n\n\ntorch.nn.Linear(3, 4)(torch.randn(5, 6))\n", encoding="utf-8")
     with pytest.raises(ModelError, match="^fails.py:4: the script failed with RuntimeError: .*$") as caught:
         run(folder, "python fails.py")
-    assert "mend it there" not in str(caught.value)
+    assert "mend it there" not in str(caught.value) and "its traceback is above" in str(caught.value)
     assert 'File "fails.py", line 4' in capfd.readouterr().err
 
 
