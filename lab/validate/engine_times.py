@@ -6,8 +6,8 @@ engine has now. That to the first token is not linear in the server's, by which 
 some, with the other times that the engine has now (fit again with what is found). Three predictions of each row (with
 neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of constants
 is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are
-fitted to the other groups of its engine, or to those of the other engines if it has no other group. A band is the pair
-of factors between which 80 % of measured over predicted values lie.
+fitted to the other groups behind the same front end (Dynamo, or the engine's own server): host times differ more by it
+than by the engine. A band is the pair of factors between which 80 % of measured over predicted values lie.
 
     python -m lab.validate.engine_times --data DATA    # the constants, those without each group, and the bands
 """
@@ -15,6 +15,7 @@ of factors between which 80 % of measured over predicted values lie.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,9 @@ def row_line(row: MeasuredServing) -> RowLine | None:
 
 
 def fitted(lines: Sequence[RowLine]) -> HostTimes:
-    """Constants with the least mean absolute error of ``lines``, every group weighing the same."""
+    """Constants with the least mean absolute error of ``lines``, every group weighing the same; the server's with the
+    least median, as servers that cannot keep up say nothing of it.
+    """
     weights = _weights(lines)
     measured = np.array([each.row.measured["tpot"] for each in lines])
     token, per_step, per_sequence = (
@@ -100,8 +103,14 @@ def fitted(lines: Sequence[RowLine]) -> HostTimes:
         return float((weights * found).sum())
 
     step, sequence = min(((a, b) for a in STEPS for b in SEQUENCES), key=lambda each: loss(*each))
-    times = (HostTimes(step, sequence, each) for each in SERVERS)
-    return min(times, key=lambda each: float(weights @ [abs(line.errors(each)[1]) for line in lines]))
+
+    def first_error(times: HostTimes) -> float:
+        errors: dict[str, list[float]] = defaultdict(list)
+        for line in lines:
+            errors[line.row.group].append(abs(line.errors(times)[1]))
+        return sum(float(np.median(each)) for each in errors.values())
+
+    return min((HostTimes(step, sequence, each) for each in SERVERS), key=first_error)
 
 
 def _weights(lines: Sequence[RowLine]) -> np.ndarray:
@@ -113,10 +122,9 @@ def left_out(lines: Sequence[RowLine]) -> dict[str, HostTimes]:
     """For each group, the constants fitted without it."""
     found = {}
     for group in dict.fromkeys(each.row.group for each in lines):
-        engine = group.split("/")[1]
         others = [each for each in lines if each.row.group != group]
-        same = [each for each in others if each.row.group.split("/")[1] == engine]
-        found[group] = fitted(same or others)
+        front = next(each.row.front for each in lines if each.row.group == group)
+        found[group] = fitted([each for each in others if each.row.front == front] or others)
     return found
 
 

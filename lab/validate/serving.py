@@ -49,6 +49,8 @@ class MeasuredServing:
     request: ServingRequest
     measured: Mapping[str, float]
     counts: bool = True
+    # Who sent the requests, and through what: ``nvidia`` (Dynamo) or ``inferencex`` (the engine's own server).
+    front: str = ""
 
 
 def read_silicon(data: Path) -> list[MeasuredServing]:
@@ -83,7 +85,7 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         measured = {"tpot": tpot, "ttft": ttft, "throughput": throughput}
         counts = "queueing" not in row["flags"] and row["speculative"] == "none"
         group = f"{row['gpu']}/{row['engine']}/{row['model']}"
-        found.append(MeasuredServing(group, row["row"], request, measured, counts))
+        found.append(MeasuredServing(group, row["row"], request, measured, counts, row["source"]))
     return found
 
 
