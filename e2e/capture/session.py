@@ -73,7 +73,8 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
             if fn is None:
                 return partial(disabled, recursive=recursive, **more)
             own = not str(getattr(fn, "__module__", "")).startswith("torch.") and not isinstance(fn, type)
-            if not own or regions is None:
+            # PyTorch itself says `wrapping=False`, of the methods of modes, such as the recorder's.
+            if not own or regions is None or "wrapping" in more:
                 return disable(fn, recursive, **more)
             apart = outside_regions(fn, regions)
             return apart if isinstance(fn, torch.nn.Module) else disable(apart)  # PyTorch's compiler looks for regions
