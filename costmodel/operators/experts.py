@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
@@ -238,18 +237,12 @@ def _whole(rows: int, shares: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=4096)
 def slowest_shares(rows: int, experts: int, ranks: int, routing: ExpertRouting) -> tuple[int, ...]:
     """Rows of each expert of the busiest rank, largest first."""
-    same = routing.alpha is None and routing.spread is None
-    return busiest(shares(rows, experts, routing), ranks, 1 if same else _MEAN_OF)
-
-
-def busiest(counts: Sequence[int], ranks: int, orders: int = _MEAN_OF) -> tuple[int, ...]:
-    """Rows of each expert of the busiest of ``ranks``, largest first: the mean over shuffled ``orders``."""
     import numpy as np
 
-    descending = np.sort(np.array(counts))[::-1]
-    local, heaviest = len(counts) // ranks, []
-    for place in range(orders):
-        shared = descending[_order(len(counts), place + 1)][: local * ranks].reshape(ranks, local)
+    descending = np.sort(np.array(shares(rows, experts, routing)))[::-1]
+    local, heaviest = experts // ranks, []
+    for place in range(1 if routing.alpha is None and routing.spread is None else _MEAN_OF):
+        shared = descending[_order(experts, place + 1)][: local * ranks].reshape(ranks, local)
         heaviest.append(np.sort(shared[np.argmax(shared.sum(axis=1))])[::-1])
     return tuple(round(float(each)) for each in np.stack(heaviest).mean(axis=0).tolist())
 

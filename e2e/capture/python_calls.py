@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from torch.utils.data._utils import worker
 
 _MAIN = "__main__"
+# A function in C, such as one that sets an attribute, counts as two: so modules and FSDP's hooks agree best.
+_WEIGHTS = {"call": 1, "c_call": 2}
 _OWN = str(Path(__file__).parents[1])
 # Parts of PyTorch that find shapes of results or hand operators to a recorder, and what this capture uses itself.
 _OF_RECORDING = (
@@ -38,7 +40,7 @@ class CountsFunctions(Protocol):
 @contextmanager
 def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
     """Context in which ``recorder`` counts the functions that this thread calls."""
-    counts: dict[str, bool] = {}
+    counts: dict[tuple[str, str], bool] = {}
     importing = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -49,13 +51,12 @@ def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
             and frame.f_globals.get("__name__") != _MAIN
         ):
             importing += 1 if event == "call" else -1
-        elif event == "call" and recorder.enabled and not importing:
-            file = frame.f_code.co_filename
-            if file not in counts:
-                own = file.startswith((_OWN, "<"))
-                counts[file] = not own and not any(part in file for part in _OF_RECORDING)
-            if counts[file] and worker._worker_info is None:
-                recorder.functions += 1
+        elif event in _WEIGHTS and recorder.enabled and not importing:
+            place = frame.f_code.co_filename, frame.f_code.co_name
+            if place not in counts:
+                counts[place] = _belongs_to_the_program(*place)
+            if counts[place] and worker._worker_info is None:
+                recorder.functions += _WEIGHTS[event]
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -63,6 +64,13 @@ def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+
+
+def _belongs_to_the_program(file: str, function: str) -> bool:
+    """False for functions of this capture, and what they call; its hooks alone lead calls of modules the long way."""
+    if file.startswith((_OWN, "<")) or any(part in file for part in _OF_RECORDING):
+        return False
+    return not (file.endswith("torch/nn/modules/module.py") and function in ("_call_impl", "inner"))
 
 
 class Uncounted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -225,7 +226,16 @@ class Deployment:
         return found / parallel.pp + self.model.embedding_parameters * 2 / parallel.tp
 
     def cache_bytes(self) -> float:
-        """Bytes of one token in the cache of the fullest rank, windows not counted."""
+        """Bytes of one token in the cache of the fullest rank, windows and states not counted."""
         ranks = self.parallel.attention_tp
         elements = sum(count * layer.mixer.cache_elements(ranks) for layer, count in self.model.layers)
         return elements * CACHE_BITS[self.precision.kv] / 8 / self.parallel.pp
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens whose cache is as large as what a sequence holds whatever its length: windows, and the states of
+        linear attention.
+        """
+        ranks, bits, each = self.parallel.attention_tp, CACHE_BITS[self.precision.kv], self.cache_bytes()
+        found = sum(count * layer.mixer.held_bytes(ranks, bits) for layer, count in self.model.layers)
+        return math.ceil(found / self.parallel.pp / each) if each else 0

@@ -49,9 +49,7 @@ class Engine:
     token_budget: _Count  # most tokens of one step
     sequences: _Count  # most that run at once
     graph_sequences: Annotated[int, Field(ge=0, le=1 << 20)]  # most of a step that is launched as a CUDA graph
-    memory_share: Annotated[
-        float, Field(ge=0.01, le=1)
-    ]  # of the GPU's memory that weights, activations and cache may take
+    memory_share: Annotated[float, Field(ge=0.01, le=1)]  # of the GPU's memory, for weights, activations and cache
     block: _Count  # tokens of a block of the cache
     attention: AttentionKernel
     experts: ExpertKernel
@@ -63,12 +61,10 @@ class Engine:
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
-    # Shared experts are computed by the kernel of the others.
-    fuses_shared: bool = False
-    # The token budget is of all copies of the attention together; else each has it.
-    shares_budget: bool = False
-    # Factors by which the mean TPOT and TTFT of measured runs differ from what their kernels say, in 80 % of cases.
-    band_tpot: float = 1.12
+    fuses_shared: bool = False  # shared experts are computed by the kernel of the others
+    shares_budget: bool = False  # the token budget is of all copies of the attention together; else each has it
+    beside_prompt: int = 0  # tokens of a step beside one prompt and one per user, where a recipe sets the budget so
+    band_tpot: float = 1.12  # factors between means of measured runs and what their kernels say, in 80 % of cases
     band_ttft: float = 1.65
 
 
@@ -77,9 +73,10 @@ def _known() -> dict[str, dict[str, Any]]:
     return read_mapping(FILE, InputError, "must be a mapping of engines")
 
 
-def engine_named(text: str, options: str = "") -> Engine:
-    """The engine of ``NAME`` or ``NAME=VERSION``, with the values of ``token-budget=2048,server=50ms`` changed;
-    ``InputError`` for an unknown name and for what an engine does not have.
+def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) -> Engine:
+    """The engine of ``NAME`` or ``NAME=VERSION``, started for prompts of ``prompt`` tokens from so many ``users``, with
+    the values of ``token-budget=2048,server=50ms`` changed; ``InputError`` for an unknown name and for what an engine
+    does not have.
     """
     name, equals, version = text.partition("=")
     found = _known().get(name)
@@ -93,6 +90,8 @@ def engine_named(text: str, options: str = "") -> Engine:
     for start, changed in sorted((found.get("versions") or {}).items(), key=lambda each: version_key(each[0])):
         if not version or version_key(start) <= version_key(version):
             values |= changed
+    if values.get("beside_prompt"):
+        values["token_budget"] = prompt + values["beside_prompt"] + users
     asked = named_values("--engine-options", options, _OPTIONS)
     values |= {key.replace("-", "_"): value for key, value in asked.items()}
     try:

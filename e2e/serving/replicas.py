@@ -59,8 +59,9 @@ def _serve(
     """
     left, listed = len(numbers), iter(numbers.tolist())
     arrivals = None if load.arrivals is None else load.arrivals[numbers].tolist()
-    # Heap of the times at which clients send; in a closed loop all start at once.
-    sends = [0.0] * min(concurrency, left) if arrivals is None else arrivals
+    # Heap of the times at which requests reach the engine, after the server's time; in a closed loop all start at once.
+    server = replicas[0].engine.server
+    sends = [server] * min(concurrency, left) if arrivals is None else [each + server for each in arrivals]
     waiting = left - len(sends)  # requests whose client has no answer to the one before
     handed: list[tuple[float, int]] = []  # heap of sequences that are sent to a decoder, and when they are there
     sent, inputs, outputs = replicas[0].run.sent, load.inputs.tolist(), load.outputs.tolist()
@@ -78,7 +79,7 @@ def _serve(
             if when <= moved:
                 number = next(listed)
                 heapq.heappop(sends)
-                sent[number] = when
+                sent[number] = when - server
                 each = _sequence(load, number, inputs[number], 0 if decoders else outputs[number] - 1)
                 chosen = min(replicas, key=_queue) if places is None else replicas[places[number]]
                 chosen.submit(each, when)
@@ -95,7 +96,7 @@ def _serve(
             left -= 1
             if waiting:
                 waiting -= 1
-                heapq.heappush(sends, earliest.now)
+                heapq.heappush(sends, earliest.now + server)
         earliest.ended.clear()
 
 

@@ -106,6 +106,7 @@ class Scheduler:
         self.number = len(run.busy_seconds)
         run.busy_seconds.append(0.0)
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
+        self.beside = price.sequence_tokens  # tokens of the cache that a sequence takes beside its own
         self.now = 0.0
         self.ticks = 0  # decoding steps so far
         self.waiting: list[tuple[tuple[int, int], ServedSequence]] = []
@@ -148,6 +149,7 @@ class Scheduler:
     def cached(self) -> float:
         """Tokens that the admitted sequences hold in the cache."""
         found = self.filled + self.contexts + self.ticks * self.yielded * len(self.running)
+        found += self.beside * self.admitted
         return found if self.prefixes is None else found - self.shared + self.prefixes.held_tokens
 
     def _prompts(self) -> list[tuple[ServedSequence, int]]:
@@ -195,14 +197,18 @@ class Scheduler:
         if active >= self.engine.sequences * self.copies or self.full:
             return False
         if policy == "no-evict":
-            return self.promised + each.prompt + each.left + 1 <= room
-        needed = self.cached() + each.prompt
+            return self.promised + self._whole(each) <= room
+        needed = self.cached() + each.prompt + self.beside
         if self.prefixes is not None:
             needed -= self.prefixes.held(each.prefix)
         if policy == "estimate":
             running = (self.ends - self.ticks * len(self.running)) * self.yielded
             needed += min(each.left + 1, _CLIP) + self.coming + self.reserved * running
         return needed <= room
+
+    def _whole(self, each: ServedSequence) -> int:
+        """Tokens that ``each`` holds at its end."""
+        return each.prompt + each.left + 1 + self.beside
 
     def _admit(self, each: ServedSequence) -> None:
         if self.prefixes is not None and each.prefix:
@@ -212,7 +218,7 @@ class Scheduler:
             self.shared += each.shared
             self.run.prefix_hits += each.done
         self.admitted += 1
-        self.promised += each.prompt + each.left + 1
+        self.promised += self._whole(each)
         self.filled += each.prompt
         self.coming += min(each.left + 1, _CLIP)
         self.run.prompt_tokens += each.prompt
@@ -264,7 +270,7 @@ class Scheduler:
     def _leave(self, each: ServedSequence) -> None:
         """Free what ``each`` holds in the cache."""
         self.admitted -= 1
-        self.promised -= each.prompt + each.left + 1
+        self.promised -= self._whole(each)
         if self.prefixes is not None:
             self.prefixes.release(each.prefix)
             self.shared -= each.shared

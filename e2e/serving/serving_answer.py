@@ -62,6 +62,11 @@ class ServingAnswer:
         return cache_room(self.deployment)
 
     @property
+    def most_sequences(self) -> int:
+        """Most sequences of a copy at once: each copy of the attention has its own."""
+        return self.deployment.engine.sequences * self.deployment.parallel.attention_dp
+
+    @property
     def gpus(self) -> int:
         """GPUs of all copies."""
         return self.split.gpus if self.request.disaggregate else self.request.gpus * self.request.replicas
@@ -74,7 +79,7 @@ class ServingAnswer:
     @property
     def ttft_seconds(self) -> np.ndarray:
         """Seconds to the first token of every request."""
-        return self.run.first - self.run.sent + self.deployment.engine.server
+        return self.run.first - self.run.sent
 
     @property
     def tpot_seconds(self) -> np.ndarray:
@@ -90,14 +95,11 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
     run, known = ServedRun.of(workload.count), Tables() if tables is None else tables
 
     def copies(deployment: Deployment, count: int) -> list[Scheduler]:
-        room, blocks, kind = (
-            cache_room(deployment),
-            workload.prefix_block,
-            (deployment.parallel, deployment.speculation),
-        )
+        room, blocks = cache_room(deployment), workload.prefix_block
         if room.tokens < workload.longest:
             shortage = room.shortage(deployment, workload.longest)
             raise ShortageError(shortage, {"fits": False, "memory_shortage": shortage, "memory": room.memory()})
+        kind = deployment.parallel, deployment.speculation
         if kind not in known:
             known[kind] = StepPrice(deployment)
         price = known[kind].with_engine(deployment.engine)
@@ -142,7 +144,7 @@ def deployment_of(request: ServingRequest) -> Deployment:
     deployment = Deployment(
         model,
         cluster,
-        engine_named(request.engine, request.engine_options),
+        engine_named(request.engine, request.engine_options, request.input_length, request.concurrency or 0),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         parse_routing(request.routing),

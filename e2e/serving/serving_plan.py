@@ -118,11 +118,8 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
     tasks = dict(enumerate(_tasks(request)))
     workers = request.workers or usable_cores()
     plan, errors = ServingPlan(request), list[ProjectError]()
-    if workers == 1 or len(tasks) < 4:
-        found: Iterator[tuple[int, list[PlanRow] | ProjectError]] = (
-            (place, _rows(task)) for place, task in tasks.items()
-        )
-    else:
+    found: Iterator[tuple[int, list[PlanRow] | ProjectError]] = ((place, _rows(task)) for place, task in tasks.items())
+    if workers > 1 and len(tasks) > 3:
         found = each_in_processes(_rows, tasks, workers, tie_worker)
     try:
         for done, (place, rows) in enumerate(found, 1):
@@ -195,11 +192,12 @@ def _rows(task: _Task) -> list[PlanRow] | ProjectError:
 
 
 def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) -> list[PlanRow]:
-    tables: Tables = {}
+    tables, deployment = Tables(), deployment_of(asked)
+    ranks = deployment.parallel.attention_dp  # each with a limit of sequences of its own
 
     def row(users: int, copies: int | None = None, **load: Any) -> PlanRow:
         """Setting for at most ``users`` at once under ``load``."""
-        one = replace(asked, engine_options=f"sequences={users}", **load)
+        one = replace(asked, engine_options=f"sequences={-(-users // ranks)}", **load)
         answer = serve(one, tables)
         served = serving_result(answer, with_table_error=False)
         sure = _probability(request, served, ("ttft", "tpot"))
@@ -210,7 +208,7 @@ def _settings(request: PlanRequest, asked: ServingRequest, price: float | None) 
         return row(users, copies, concurrency=users, requests=max(_PER_USER * users, _LEAST))
 
     rows: list[PlanRow] = []
-    for users in (1 << power for power in range(deployment_of(asked).engine.sequences.bit_length())):
+    for users in (1 << power for power in range((deployment.engine.sequences * ranks).bit_length())):
         if rows and users * (asked.input_length + asked.output_length) > rows[-1].served.cache["tokens"]:
             break
         rows.append(with_users(users))

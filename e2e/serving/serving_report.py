@@ -114,7 +114,7 @@ def users_curve(answer: ServingAnswer) -> Curve:
     tokens = float((load.inputs + load.outputs).mean())
     most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
     # The last one waits.
-    most = min(most, 2 * answer.deployment.engine.sequences, int(4 * answer.room.tokens / tokens))
+    most = min(most, 2 * answer.most_sequences, int(4 * answer.room.tokens / tokens))
     found = []
     for users in (1 << power for power in range(max(most, 1).bit_length())):
         served = serve(replace(alike, concurrency=users, requests=4 * users), answer.tables)

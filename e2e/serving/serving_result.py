@@ -111,7 +111,7 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     ttft, tpot = answer.ttft_seconds, Spread.of(answer.tpot_seconds[load.outputs > 1])
     whole = ttft + run.last - run.first
     engine = answer.deployment.engine
-    seconds = float(run.last.max() - run.sent.min()) + engine.server
+    seconds = float(run.last.max() - run.sent.min())
     tokens = float(load.outputs.sum()) / seconds
     decode, prefill = decode_figures(answer), prefill_figures(answer)
     first = _interval(float(ttft.mean()), prefill, engine.band_ttft)
@@ -173,7 +173,7 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
 def _table_error(answer: ServingAnswer) -> tuple[float, float]:
     """Error of tabulated steps, over steps like those of this run."""
     load, steps = answer.workload, max(answer.run.steps, 1)
-    sequences = max(round(min(float(load.outputs.sum()) / steps, answer.deployment.engine.sequences)), 1)
+    sequences = max(round(min(float(load.outputs.sum()) / steps, answer.most_sequences)), 1)
     contexts = int(load.inputs.min()), int((load.inputs + load.outputs).max())
     return table_error(answer.price, sequences, contexts, int(load.inputs.max()))
 
@@ -184,7 +184,7 @@ def decode_figures(answer: ServingAnswer) -> StepFigures:
     weights = np.maximum(run.last - run.first, 1e-12)
     context = round(float(np.average(load.inputs + load.outputs / 2, weights=weights)))
     tokens = float((load.outputs - 1).sum()) / answer.price.tokens_per_step / max(run.steps, 1)
-    return _figures(answer, max(round(min(tokens, answer.deployment.engine.sequences)), 1), context)
+    return _figures(answer, max(round(min(tokens, answer.most_sequences)), 1), context)
 
 
 def prefill_figures(answer: ServingAnswer) -> StepFigures:
@@ -273,8 +273,8 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU":
             analytic > 0.3,
         "overloaded: more requests arrive than are served, so latencies grow with the length of the run": overloaded,
-        f"{engine.title} runs {engine.sequences} sequences at once; the others wait":
-            load.concurrency > engine.sequences,
+        f"{engine.title} runs {answer.most_sequences} sequences at once; the others wait":
+            load.concurrency > answer.most_sequences,
     }  # fmt: skip
     return [text for text, holds in told.items() if holds]
 

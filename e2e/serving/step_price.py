@@ -72,6 +72,11 @@ class StepPrice:
         speculation = self.deployment.speculation
         return speculation.tokens_per_step if speculation else 1.0
 
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the cache that a sequence takes beside its own."""
+        return self.deployment.sequence_tokens
+
     def step_seconds(self, sequences: int, context: float, prompts: Sequence[Prompt] = ()) -> float:
         """Seconds of one step: ``sequences`` decode one token each after ``context`` tokens on average, beside
         ``prompts``.

@@ -248,7 +248,7 @@ class StepWork:
 
     def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
         """Attention of ``batch`` prompts of ``prior`` + ``queries`` tokens, of which ``prior`` are in the cache."""
-        tp = self.parallel.attention_tp
+        batch, tp = -(-batch // self.parallel.attention_dp), self.parallel.attention_tp
         for layer, count in self.model.layers:
             mixer = layer.mixer
             if isinstance(mixer, SoftmaxAttention):

@@ -1,7 +1,8 @@
 """Fit of the host times of serving engines to whole measured rows: seconds per step, per sequence of a step, and of the
 server before the first token (``e2e/serving/engines.yaml``); nothing per model or GPU.
 
-The time per token of a row is nearly linear in the seconds per step and per sequence. Three predictions of each row
+The time per token of a row is nearly linear in the seconds per step and per sequence, at the server's time that the
+engine has now (fit again with what is found). Three predictions of each row
 (with neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of the
 constants is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with constants
 that are fitted to the other groups of its engine, or to those of the other engines if it has no other group. A band is
@@ -22,6 +23,7 @@ import numpy as np
 import typer
 
 from costmodel.base.errors import ProjectError
+from e2e.serving.engines import engine_named
 from lab.command_line import program, run, with_progress
 from lab.data.data_folder import data_folder
 from lab.validate.serving import MeasuredServing, predicted, read_silicon
@@ -70,9 +72,9 @@ def row_line(row: MeasuredServing) -> RowLine | None:
     """The line of one row; ``None`` if it cannot be answered."""
 
     def answer(step: float, sequence: float) -> tuple[float, float]:
-        options = f"step={step:.9f} s,sequence={sequence:.9f} s,server=0 s"
+        options = f"step={step:.9f} s,sequence={sequence:.9f} s"
         values, _ = predicted(replace(row, request=replace(row.request, engine_options=options)))
-        return values["tpot"], values["ttft"]
+        return values["tpot"], values["ttft"] - engine_named(row.request.engine).server
 
     try:
         token, first = answer(0.0, 0.0)

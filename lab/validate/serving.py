@@ -127,6 +127,7 @@ def _fixed(
         output_length=int(row["output_tokens"]),
         concurrency=batch,
         requests=batch,
+        engine_options="server=0 s",  # called within its process
     )
     name = f"{row['model']} tp{row['tp']} {row['prompt_tokens']}+{row['output_tokens']} x {batch}"
     return MeasuredServing(f"{source}/{row['gpu']}/{engine.split('=')[0]}", name, request, measured)

@@ -5,7 +5,7 @@ Where it is installed it runs as it is, with the shapes of its own fake implemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -177,9 +177,9 @@ def _kind(name: str, count: int, eight: bool) -> Any:
     return type(name, (_Optimizer,), {"__init__": construct})
 
 
-def patches(package: Any) -> Iterator[tuple[Any, str, Any]]:
+def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of the installed package: weights become codes on the way to the GPU, and paged states are on
-    the GPU.
+    the GPU, of which ``note`` is told.
     """
     move = package.nn.Params4bit.to
 
@@ -190,6 +190,10 @@ def patches(package: Any) -> Iterator[tuple[Any, str, Any]]:
         return move(self, *args, **kwargs)
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        note(
+            "states of a paged optimizer are counted as memory of the GPU: PyTorch's own peak leaves them out, and what"
+            " does not fit moves to the host and back in every step, which is not priced"
+        )
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     yield package.nn.Params4bit, "to", to

@@ -227,11 +227,11 @@ def _asking_library() -> str:
     return ""
 
 
-def _adapted(module: Any) -> Iterable[tuple[Any, str, Any]]:
+def _adapted(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
     """Return the patches of bitsandbytes, if it is the installed package."""
     if isinstance(module, _Package):
         return ()
-    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module)  # type: ignore[no-any-return]
+    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module, note)  # type: ignore[no-any-return]
 
 
 def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
@@ -269,7 +269,7 @@ def cuda_packages(note: Note) -> Iterator[None]:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
         patches: dict[str, Patches] = {
-            "bitsandbytes": _adapted,
+            "bitsandbytes": partial(_adapted, note),
             "mmcv.utils.ext_loader": _extended,
             "torch.utils.cpp_extension": partial(_unbuilt, note),
         }

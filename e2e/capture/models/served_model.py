@@ -38,6 +38,10 @@ class SoftmaxAttention:
         """Elements of one token that each of ``ranks`` keeps of the whole text: none with a window."""
         return 0 if self.window else 2 * max(self.kv_heads // ranks, 1) * self.head_dim
 
+    def held_bytes(self, ranks: int, bits: float) -> float:
+        """Bytes that a sequence holds on each of ``ranks`` whatever its length, of ``bits`` an element: the window."""
+        return self.window * 2 * max(self.kv_heads // ranks, 1) * self.head_dim * bits / 8
+
     def parameters(self, hidden: int) -> int:
         """Number of weights."""
         return hidden * self.head_dim * (self.heads * (3 if self.gated else 2) + 2 * self.kv_heads)
@@ -62,6 +66,10 @@ class LatentAttention:
     def cache_elements(self, ranks: int) -> int:
         """Elements of the compressed keys and values of one token, and of the indexer's key, on each rank."""
         return self.kv_rank + self.rope_dim + self.index_dim
+
+    def held_bytes(self, ranks: int, bits: float) -> float:
+        """0: all grows with the tokens."""
+        return 0.0
 
     def parameters(self, hidden: int) -> int:
         """Number of weights."""
@@ -88,6 +96,11 @@ class LinearMixer:
     def cache_elements(self, ranks: int) -> int:
         """0: the state does not grow with the tokens."""
         return 0
+
+    def held_bytes(self, ranks: int, bits: float) -> float:
+        """Bytes of the state, in FP32, and of the last inputs of the convolution, in 16 bits, on each of ``ranks``."""
+        states = self.value_heads * self.key_dim * self.value_dim * 4
+        return (states + (self.convolution - 1) * self.channels * 2) / ranks
 
     @property
     def channels(self) -> int:

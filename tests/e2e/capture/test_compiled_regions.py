@@ -75,10 +75,10 @@ def test_functions_called_between_operators_are_counted_where_they_run():
 
     trace = watched(run)
     few, many = (call.functions for call in trace.calls if call.name == "aten::cos")
-    assert many - few == 37 and few < 10
-    assert all(call.functions < 10 for call in trace.calls if call.name in ("aten::sin", "aten::tanh"))
-    infos = lower(trace).calls
-    assert max(info.functions for info in infos.values()) == many
+    assert many - few == 37 and few < 30
+    assert all(call.functions < 30 for call in trace.calls if call.name in ("aten::sin", "aten::tanh"))
+    infos = lower(trace).calls.values()
+    assert [info.functions for info in infos if info.name == "aten::cos"] == [few, many]
 
 
 def test_only_what_is_compiled_is_fused():

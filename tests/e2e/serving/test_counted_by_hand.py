@@ -41,6 +41,18 @@ def test_a_token_of_the_cache_has_keys_and_values_of_every_layer():
     assert deployment_of(replace(asked, precision="")).cache_bytes() == 2 * 32 * 2 * 8 * 128
 
 
+def test_windows_and_states_are_held_once_for_a_sequence():
+    def asked(model: str) -> int:
+        return deployment_of(ServingRequest(model=model, gpu="h200-sxm", gpus=4)).sequence_tokens
+
+    assert asked("llama-3.1-8b") == 0
+    assert asked("gpt-oss-120b") == 128  # every other layer sees 128 tokens
+    # 36 layers with 32 states of 128 x 128 in FP32 and three inputs of 8,192 channels, on 4 ranks; 12 with one head of
+    # 256 on every rank.
+    states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4
+    assert asked("qwen3-next-80b-a3b") == -(-states // (12 * 2 * 256 * 2))
+
+
 def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
     price = StepPrice(deployment_of(ServingRequest(model="llama-3.1-8b", gpu="h100-sxm")))
 
@@ -93,6 +105,14 @@ def test_norms_are_part_of_the_all_reduces_of_mixtures_from_sglang_0_5_9():
     asked = {"model": "qwen3-235b", "gpu": "h200-sxm", "gpus": 4}
     before, since = (_parts(engine=f"sglang={version}", **asked)["norm"] for version in ("0.5.6", "0.5.9"))
     assert before - since == 2 * 94
+
+
+@pytest.mark.parametrize("engine", ["vllm=0.12.0", "sglang=0.5.6.post2", "trtllm=1.0.0rc3"])
+def test_a_recipe_gives_a_step_one_prompt_and_a_token_for_every_user(engine: str):
+    asked = ServingRequest(model="llama-3.1-8b", gpu="h100-sxm", engine=engine, input_length=2048, concurrency=64)
+    assert deployment_of(asked).engine.token_budget == 2048 + 1500 + 64
+    assert deployment_of(replace(asked, engine_options="token-budget=4096")).engine.token_budget == 4096
+    assert deployment_of(replace(asked, engine=engine.split("=")[0])).engine.token_budget == 8192
 
 
 def test_intervals_hold_at_least_the_band_of_the_engine():

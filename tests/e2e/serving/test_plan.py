@@ -67,7 +67,7 @@ def test_the_answer_of_a_setting_is_that_of_serve(plan: ServingPlan) -> None:
     ("engine", "words"),
     [
         ("vllm", ("vllm serve llama-3.2-1b", "--data-parallel-size 2", "--max-num-seqs 7", "--kv-cache-dtype fp8")),
-        ("sglang", ("--enable-dp-attention", "--max-running-requests 7", "--quantization fp8")),
+        ("sglang", ("--enable-dp-attention", "--max-running-requests 14", "--quantization fp8")),
         ("trtllm", ("--tp_size 4", "--max_batch_size 7", "enable_attention_dp: true; kv_cache_config: {dtype: fp8}")),
     ],
 )
@@ -101,10 +101,13 @@ def test_flags_of_drafts_and_of_copies_apart(plan: ServingPlan, engine: str, wor
 
 def test_a_high_percentile_is_harder_to_hold_than_the_mean() -> None:
     asked = {**_ASKED, "gpus_of": "l4", "precision": "kv=bf16", "concurrency": 64, "ttft": "1s"}
-    mean, high = e2e.plan_serve(**asked), e2e.plan_serve(**asked, percentile="p99")
-    assert mean.best.copies < high.best.copies
-    # by the first burst, with which all users begin
-    assert high.best.served.ttft_seconds.p99 < 1.0 < mean.best.served.ttft_seconds.p99
+    mean, high = (
+        {row.users: row.probability for row in e2e.plan_serve(**asked, percentile=each).rows if row.users < 64}
+        for each in ("mean", "p99")
+    )
+    assert mean.keys() == high.keys() and all(high[users] <= mean[users] for users in mean)
+    # By the first burst, with which all users begin.
+    assert high[32] < mean[32] - 0.1
 
 
 def test_a_plan_tries_drafts_and_copies_apart_if_they_are_named() -> None:

@@ -23,6 +23,7 @@ class _ToyPrice:
     engine: Engine
     tokens_per_step: float = 1.0
     copies: int = 1
+    sequence_tokens: int = 0
 
     def step_seconds(self, sequences: int, context: float, prompts: tuple = ()) -> float:
         return 1.0 + 0.01 * sum(each.queries for each in prompts)
@@ -46,7 +47,7 @@ def _served(
 def _scheduler(
     run: ServedRun, room: int, engine: str = "vllm", prefixes: PrefixCache | None = None, **changes: object
 ) -> Scheduler:
-    price = _ToyPrice(replace(engine_named(engine), **changes))  # type: ignore[arg-type]
+    price = _ToyPrice(replace(engine_named(engine), **{"server": 0.0, **changes}))  # type: ignore[arg-type]
     return Scheduler(cast("StepPrice", price), room, run, prefixes)
 
 
@@ -55,6 +56,14 @@ def test_one_request_takes_its_prompt_and_its_tokens() -> None:
     assert run.first[0] == pytest.approx(2.0)
     assert run.last[0] == pytest.approx(12.0)
     assert run.steps == 10
+
+
+def test_a_client_sends_again_when_the_answer_is_there_and_the_server_takes_its_time() -> None:
+    run = _served(closed_loop(100, 11, 1, 2), server=0.5)
+    # 0.5 s server, 2 s prompt, 10 tokens, then the same again.
+    assert run.sent.tolist() == [0.0, 12.5]
+    assert run.first.tolist() == [2.5, 15.0]
+    assert run.last.tolist() == [12.5, 25.0]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
@@ -73,6 +82,14 @@ def test_no_eviction_waits_for_room_for_the_whole_request() -> None:
     load = closed_loop(100, 50, 2, 2)
     assert _served(load, 299, "trtllm").first[1] > _served(load, 299, "trtllm").last[0] - 1e-9
     assert _served(load, 300, "trtllm").first[1] == _served(load, 300, "trtllm").first[0]
+
+
+def test_a_sequence_takes_room_for_its_state() -> None:
+    run = ServedRun.of(2)
+    price = _ToyPrice(replace(engine_named("trtllm"), server=0.0), sequence_tokens=20)
+    serve_workload(closed_loop(100, 50, 2, 2), [Scheduler(cast("StepPrice", price), 339, run)])
+    assert run.first[1] > run.last[0]
+    assert run.most_cached == 100 + 50 + 20 - 1  # before its last token
 
 
 def test_the_latest_sequence_is_preempted_and_computed_again() -> None:
