@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import runpy
 import sys
 import time
@@ -53,7 +54,7 @@ from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import MOST_CALLS, NotYetSent, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
-from e2e.capture.written_files import kept_files
+from e2e.capture.written_files import MOST_WRITTEN, kept_files
 from e2e.step.operator_trace import NamedRanges, OperatorCall, OperatorTrace, shape_of, tensors
 from e2e.step.options import StepOptions
 
@@ -477,6 +478,7 @@ def main(job_file: str, answer_file: str) -> None:
     with open(job_file, "rb") as file:
         job: ProgramJob = pickle.load(file)
     process = os.getpid()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def answer(found: object) -> NoReturn:
         if isinstance(found, Exception):

@@ -66,15 +66,23 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
             return model
         return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
-    disable = torch.compiler.disable
+    def disabling(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        disable = module.disable
 
-    def disabled(fn: Any = None, recursive: bool = True, **more: Any) -> Any:
-        if fn is None:
-            return partial(disabled, recursive=recursive, **more)
-        own = not str(getattr(fn, "__module__", "")).startswith("torch.") and not isinstance(fn, type)
-        return outside_regions(fn, regions) if own and regions is not None else disable(fn, recursive, **more)
+        def disabled(fn: Any = None, recursive: bool = True, **more: Any) -> Any:
+            if fn is None:
+                return partial(disabled, recursive=recursive, **more)
+            own = not str(getattr(fn, "__module__", "")).startswith("torch.") and not isinstance(fn, type)
+            # PyTorch itself says `wrapping=False`, of the methods of modes, such as the recorder's.
+            if not own or regions is None or "wrapping" in more:
+                return disable(fn, recursive, **more)
+            apart = outside_regions(fn, regions)
+            return apart if isinstance(fn, torch.nn.Module) else disable(apart)  # PyTorch's compiler looks for regions
 
-    with patch.object(torch, "compile", compiled), patch.object(torch.compiler, "disable", disabled):
+        yield module, "disable", disabled
+
+    disables = dict.fromkeys(("torch.compiler", "torch._dynamo"), disabling)
+    with patch.object(torch, "compile", compiled), patched_imports(disables):
         yield
 
 

@@ -25,6 +25,8 @@ from e2e.capture.script_lines import script_line
 
 Note = Callable[[str], None]
 _WRITING = frozenset("wax+")
+# Bytes that a program may write to a file.
+MOST_WRITTEN = 8 << 30
 # Variables of the environment that name folders of caches.
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 

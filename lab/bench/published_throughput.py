@@ -1,6 +1,6 @@
-"""Published throughput of training of large language models against ``predict``; nothing is fitted to these figures.
+"""Published throughput of large language models, trained and served, against ours; nothing is fitted to these figures.
 
-    python -m lab.bench.published_throughput llama3|megatron|mixtures [--only TEXT]
+    python -m lab.bench.published_throughput llama3|megatron|mixtures|serving [--only TEXT]
     python -m lab.bench.published_throughput mfu --every 9
 
 **Llama 3**: "The Llama 3 herd of models" (arXiv 2407.21783), table 4: BF16 on 8,192 and 16,384 H100 SXM in nodes of
@@ -33,6 +33,12 @@ DeepEP; norms and activations computed twice, not asked here).
 
 Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 8 sequences of 4,096 tokens a step
 (Megatron-Bridge, docs/training/cpu-offloading.md and its measured results of March 2026).
+
+**Serving** by TensorRT-LLM: output tokens per second and GPU of its performance overview (perf-overview.md of release
+1.2: 1,500 requests at once, 3,000 of 1,024 + 1,024 tokens), of its guide to DeepSeek-R1 (8 GPUs) and of that to gpt-oss
+(4 GPUs), and two of one user (tokens per second): gpt-oss, and DeepSeek-R1 without multi-token prediction (111 before
+the last three improvements, which made 368 of 253 with it, 8 % of them by looser acceptance). B200 and GB200, and H200
+for comparison. Attention of DeepSeek-R1 in FP4 is taken to be in BF16, the cache of all but the first of 8 GPUs in FP8.
 
 **MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
 count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed
@@ -342,11 +348,69 @@ def _embeddings(step: AskedStep) -> float:
     return float(6 * rows * config.hidden_size * tokens)
 
 
+# --- serving --------------------------------------------------------------------------------------
+
+_FP4, _FP8 = "weights=nvfp4,experts=nvfp4,kv=fp8", "weights=fp8,experts=fp8,kv=fp8"
+_MXFP4, _R1_FP4, _R1_FP8 = "experts=mxfp4", "weights=bf16,experts=nvfp4", "weights=fp8-block,experts=fp8-block,kv=fp8"
+# Model, GPU, number, parallelism, precision, tokens of prompts and outputs, users, published tokens per second.
+SERVED = (
+    ("llama-3.1-70b", "h200-sxm", 2, "tp=2", _FP8, 1024, 1024, 3000, 2582),
+    ("llama-3.1-70b", "h200-sxm", 2, "tp=2", _FP8, 1024, 8192, 1500, 2009),
+    ("llama-3.1-70b", "h200-sxm", 2, "tp=2", _FP8, 8192, 1024, 1500, 537),
+    ("llama-3.1-70b", "b200-sxm", 1, "tp=1", _FP4, 1024, 1024, 3000, 6842),
+    ("llama-3.1-70b", "b200-sxm", 1, "tp=1", _FP4, 1024, 8192, 1500, 3242),
+    ("llama-3.1-70b", "b200-sxm", 1, "tp=1", _FP4, 8192, 1024, 1500, 1362),
+    ("gpt-oss-120b", "h200-sxm", 1, "tp=1", _MXFP4, 1024, 1024, 3000, 6798),
+    ("gpt-oss-120b", "h200-sxm", 1, "tp=1", _MXFP4, 8192, 1024, 1500, 1828),
+    ("gpt-oss-120b", "gb200", 1, "tp=1", f"{_MXFP4},kv=fp8", 1024, 1024, 3000, 26609),
+    ("gpt-oss-120b", "gb200", 1, "tp=1", f"{_MXFP4},kv=fp8", 1024, 8192, 1500, 14800),
+    ("gpt-oss-120b", "gb200", 1, "tp=1", f"{_MXFP4},kv=fp8", 8192, 1024, 1500, 6835),
+    ("gpt-oss-120b", "b200-sxm", 2, "tp=2,ep=2,dp-attention=2", f"{_MXFP4},kv=fp8", 1024, 1024, 3000, 25870),
+    ("gpt-oss-120b", "b200-sxm", 4, "tp=4,ep=4,dp-attention=4", _MXFP4, 1024, 2048, 2560, 19500),
+    ("gpt-oss-120b", "b200-sxm", 8, "tp=8", _MXFP4, 1024, 2048, 1, 420),
+    ("deepseek-r1", "h200-sxm", 8, "tp=8,ep=8,dp-attention=8", _R1_FP8, 1024, 2048, 1024, 1436),
+    ("deepseek-r1", "h200-sxm", 8, "tp=8,ep=8,dp-attention=8", _R1_FP8, 1024, 1024, 3000, 1620),
+    ("deepseek-r1", "b200-sxm", 4, "tp=4,ep=4,dp-attention=4", f"{_R1_FP4},kv=fp8", 1024, 1024, 3000, 6430),
+    ("deepseek-r1", "b200-sxm", 4, "tp=4,ep=4,dp-attention=4", f"{_R1_FP4},kv=fp8", 1024, 8192, 1500, 3862),
+    ("deepseek-r1", "b200-sxm", 8, "tp=8,ep=8,dp-attention=8", _R1_FP4, 1024, 2048, 3072, 4548),
+    ("deepseek-r1", "b200-sxm", 8, "tp=8,ep=8,dp-attention=8", f"{_R1_FP4},kv=fp8", 1024, 2048, 7168, 5393),
+    ("deepseek-r1", "b200-sxm", 8, "tp=8,ep=2", _R1_FP4, 1024, 2048, 1, 149),
+    ("qwen3-235b", "h200-sxm", 4, "tp=4,ep=4,dp-attention=4", _FP8, 1024, 1024, 3000, 3268),
+    ("qwen3-235b", "h200-sxm", 4, "tp=4,ep=4,dp-attention=4", _FP8, 1024, 8192, 1500, 1417),
+    ("qwen3-235b", "b200-sxm", 4, "tp=4,ep=4,dp-attention=4", _FP4, 1024, 1024, 3000, 5756),
+    ("qwen3-235b", "b200-sxm", 4, "tp=4,ep=4,dp-attention=4", _FP4, 1024, 8192, 1500, 3389),
+)
+
+
+def _served(only: str) -> None:
+    """Print predicted and published tokens per second of the rows whose GPU and model contain ``only``."""
+    from e2e.serving.serving_answer import serve
+    from e2e.serving.serving_request import ServingRequest
+
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for model, gpu, gpus, parallel, precision, inputs, outputs, users, published in SERVED:
+        name = f"{gpu} {model} {parallel} {inputs}+{outputs} x {users}"
+        if only not in name:
+            continue
+        answer = serve(ServingRequest(
+            model=model, gpu=gpu, gpus=gpus, parallel=parallel, precision=precision, engine="trtllm",
+            input_length=inputs, output_length=outputs, concurrency=users, requests=users if users > 1 else 3,
+        ))  # fmt: skip
+        last, one = answer.run.last, users == 1
+        rate = 1 / float(answer.tpot_seconds.mean()) if one else len(last) * outputs / float(last.max()) / gpus
+        found[gpu == "h200-sxm"].append(rate / published - 1)
+        print(f"{name}: {rate:.0f} tokens/s; published {published} ({rate / published - 1:+.0%})", flush=True)
+    for hopper, errors in found.items():
+        if errors:
+            middle = sorted(abs(each) for each in errors)[len(errors) // 2]
+            print(f"{'H200' if hopper else 'Blackwell'}: {len(errors)} rows, median {middle:.0%}")
+
+
 TABLES: Mapping[str, Sequence[PublishedRun]] = {"llama3": LLAMA_RUNS, "megatron": GPT_RUNS, "mixtures": MIXTURES}
 
 
 def throughput_command(
-    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu.")],
+    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu, serving.")],
     only: Annotated[str, typer.Option(help="Runs whose name contains this.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Every n-th run alone.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Folder of the measurements, for mfu.")] = None,
@@ -355,11 +419,13 @@ def throughput_command(
     if table == "mfu":
         steps = [step for step in published_rows(data_folder(data)) if only in step.row.name]
         _print_mfu(steps[::every])
+    elif table == "serving":
+        _served(only)
     elif table in TABLES:
         for row in [each for each in TABLES[table] if only in each.name][::every]:
             print(compare(row), flush=True)
     else:
-        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu")
+        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu, serving")
 
 
 def _print_mfu(steps: Sequence[AskedStep]) -> None:

@@ -6,8 +6,7 @@ cache of 16 bits or of 8; for prompts over 8 bits, where a table has no such row
 512 (for which engines leave their usual kernel) are left out.
 
 **Experts** (``moe/<engine>/<version>/moe_perf.parquet``): BF16, FP8 by tensors and by blocks, weights in MXFP4 and INT4
-multiplied in BF16. Of a part of the experts (``moe_ep_size``), rows with as many rows as experts at least: the
-collector puts the rank with most rows first and times it.
+multiplied in BF16. Rows whose work is known: all experts, or a balanced part of them with a row for each at least.
 
 Rows of experts follow the collector (``collector/helper.py``): balanced ones are dealt out in turn; of a power law x is
 drawn between 1 and 0.8 of the tokens (0.01 and 2 below a row per expert), here its quantiles, and rows are shared in
@@ -15,9 +14,7 @@ proportion. By the time of layers bound by their weights (BF16, 128 experts of 4
 tokens meet 103 and 114 experts, by this 104 and 113. Balanced rows of vLLM and SGLang with the grouped choice of
 DeepSeek meet half of the experts (in FP8 7168 x 2048 on H200 all 256 would need 8 TB/s): sizes of which any row needs
 more than the memory's datasheet has are left out; so are rows that take longer than more tokens of the same size do,
-which something disturbed (TensorRT-LLM's of a part of the experts: 6.5 ms for 48 tokens, 1.5 for 64), and vLLM's by
-FlashInfer's CUTLASS kernels in 8 bits: without the tuning at the engine's start they take five times as long as in
-TensorRT-LLM's table (16 tokens of 128 experts of 4096 x 384 on H200: 622 and 113 us).
+which something disturbed (TensorRT-LLM's of a part of the experts: 6.5 ms for 48 tokens, 1.5 for 64).
 """
 
 from __future__ import annotations
@@ -31,20 +28,19 @@ import numpy as np
 
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import ENGINES, Attention
-from costmodel.operators.experts import BALANCED, ExpertKernel, ExpertLayer, busiest
+from costmodel.operators.experts import BALANCED, ExpertKernel, ExpertLayer
 from costmodel.operators.layers import stored_bytes
 from lab.data.aiconfigurator import named_rows
 from lab.data.data_folder import Wanted, everything, reading
 from lab.data.kernel_table import KernelTable, files_of, machine_of, read_parquet
 
 # Rows of one file and type of the cache, and of one file and type of experts, spread evenly.
-MOST_ATTENTION, MOST_EXPERTS = 2000, 2100
+MOST_ATTENTION, MOST_EXPERTS = 2000, 1200
 _WIDEST = 256
 # Bytes of weights above which no cache explains a bandwidth.
 _IN_CACHE = 4e8
 # Hidden and inner size of models without a gate (Nemotron), which TensorRT-LLM's table names and the others do not.
 _UNGATED = ((2688, 1856), (2048, 5120), (8192, 5120))
-_UNTUNED = "vllm_modeloptfp8moe_flashinfer", "vllm_fp8moe_flashinfer"
 # Type of products, scaling, and type of stored weights, by the tables' name.
 EXPERT_TYPES: Mapping[str, tuple[str, str, str]] = {
     "bfloat16": ("bfloat16", "", ""),
@@ -117,11 +113,10 @@ def _experts(path: Path, machine: str) -> Iterator[KernelTable]:
     with reading(path, what):
         apart = columns["moe_ep_size"] > 1
         enough = columns["num_tokens"] * columns["topk"] >= columns["num_experts"]
-        known = ~apart | enough
+        known = ~apart | ((columns["distribution"] == "balanced") & enough)
         sizes = zip(columns["hidden_size"].tolist(), columns["inter_size"].tolist(), strict=True)
         gated = np.array([each not in _UNGATED for each in sizes], dtype=bool)
-        untuned = np.array([each.startswith(_UNTUNED) for each in columns["kernel_source"].tolist()], dtype=bool)
-        possible = ~_restricted(columns, machine) & ~_disturbed(columns) & ~untuned
+        possible = ~_restricted(columns, machine) & ~_disturbed(columns)
         layers: list[ExpertLayer] = []
         seconds: list[float] = []
         for name in EXPERT_TYPES:
@@ -192,5 +187,4 @@ def _layer(row: Mapping[str, Any], engine: ExpertKernel) -> ExpertLayer:
         counts = BALANCED.counts(tokens * chosen // ranks, experts // ranks)
     else:
         counts = _power_law(tokens, chosen, experts, float(law.rpartition("_")[2]))
-        counts = busiest(counts, ranks) if ranks > 1 else counts
     return ExpertLayer(counts, tokens, int(row["hidden_size"]), inner, dtype, engine, True, scaling, stored)

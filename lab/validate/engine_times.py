@@ -2,11 +2,12 @@
 server before the first token (``e2e/serving/engines.yaml``); nothing per model or GPU.
 
 The time per token of a row is nearly linear in the seconds per step and per sequence, at the server's time that the
-engine has now (fit again with what is found). Three predictions of each row
-(with neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of the
-constants is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with constants
-that are fitted to the other groups of its engine, or to those of the other engines if it has no other group. A band is
-the pair of factors between which 80 % of measured over predicted values lie.
+engine has now. That to the first token is not linear in the server's, by which users meet or spread: it is predicted at
+some, with the other times that the engine has now (fit again with what is found). Three predictions of each row (with
+neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of constants
+is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with constants that are
+fitted to the other groups behind the same front end (Dynamo, or the engine's own server): host times differ more by it
+than by the engine. A band is the pair of factors between which 80 % of measured over predicted values lie.
 
     python -m lab.validate.engine_times --data DATA    # the constants, those without each group, and the bands
 """
@@ -14,6 +15,7 @@ the pair of factors between which 80 % of measured over predicted values lie.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +25,15 @@ import numpy as np
 import typer
 
 from costmodel.base.errors import ProjectError
-from e2e.serving.engines import engine_named
 from lab.command_line import program, run, with_progress
 from lab.data.data_folder import data_folder
-from lab.validate.serving import MeasuredServing, predicted, read_silicon
+from lab.validate.serving import MeasuredServing, answered, quantities, read_silicon
 
 STEPS = tuple(each * 1e-4 for each in (0, 2, 4, 6, 8, 10, 12, 15, 20, 25, 30))
 SEQUENCES = tuple(each * 1e-6 for each in (0, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60))
 SERVERS = tuple(each * 5e-3 for each in range(61))
+# Server's times at which rows are predicted; between them the time to the first token is interpolated.
+_SERVED = (0.0, 0.02, 0.08, 0.3)
 _MORE_STEP, _MORE_SEQUENCE = 1e-3, 20e-6
 # Share of the errors between the ends of a band.
 _HELD = 0.8
@@ -53,7 +56,7 @@ class RowLine:
     token: float
     per_step: float
     per_sequence: float
-    first: float
+    first: tuple[float, ...]  # at the times of ``_SERVED``
 
     def tpot(self, times: HostTimes) -> float:
         """Seconds per token with ``times``."""
@@ -64,29 +67,31 @@ class RowLine:
         measured = self.row.measured
         return (
             float(np.log(self.tpot(times) / measured["tpot"])),
-            float(np.log((self.first + times.server) / measured["ttft"])),
+            float(np.log(np.interp(times.server, _SERVED, self.first) / measured["ttft"])),
         )
 
 
 def row_line(row: MeasuredServing) -> RowLine | None:
     """The line of one row; ``None`` if it cannot be answered."""
 
-    def answer(step: float, sequence: float) -> tuple[float, float]:
-        options = f"step={step:.9f} s,sequence={sequence:.9f} s"
-        values, _ = predicted(replace(row, request=replace(row.request, engine_options=options)))
-        return values["tpot"], values["ttft"] - engine_named(row.request.engine).server
+    def answer(**seconds: float) -> Mapping[str, float]:
+        options = ",".join(f"{name}={value:.9f} s" for name, value in seconds.items())
+        return quantities(answered(replace(row, request=replace(row.request, engine_options=options))))
 
     try:
-        token, first = answer(0.0, 0.0)
-        per_step = (answer(_MORE_STEP, 0.0)[0] - token) / _MORE_STEP
-        per_sequence = (answer(0.0, _MORE_SEQUENCE)[0] - token) / _MORE_SEQUENCE
+        token = answer(step=0.0, sequence=0.0)["tpot"]
+        per_step = (answer(step=_MORE_STEP, sequence=0.0)["tpot"] - token) / _MORE_STEP
+        per_sequence = (answer(step=0.0, sequence=_MORE_SEQUENCE)["tpot"] - token) / _MORE_SEQUENCE
+        first = tuple(answer(server=each)["ttft"] for each in _SERVED)
     except ProjectError:
         return None
     return RowLine(row, token, per_step, per_sequence, first)
 
 
 def fitted(lines: Sequence[RowLine]) -> HostTimes:
-    """Constants with the least mean absolute error of ``lines``, every group weighing the same."""
+    """Constants with the least mean absolute error of ``lines``, every group weighing the same; the server's with the
+    least median, as servers that cannot keep up say nothing of it.
+    """
     weights = _weights(lines)
     measured = np.array([each.row.measured["tpot"] for each in lines])
     token, per_step, per_sequence = (
@@ -98,11 +103,14 @@ def fitted(lines: Sequence[RowLine]) -> HostTimes:
         return float((weights * found).sum())
 
     step, sequence = min(((a, b) for a in STEPS for b in SEQUENCES), key=lambda each: loss(*each))
-    first, seen = (
-        np.array(each) for each in zip(*((line.first, line.row.measured["ttft"]) for line in lines), strict=True)
-    )
-    server = min(SERVERS, key=lambda each: float((weights * np.abs(np.log((first + each) / seen))).sum()))
-    return HostTimes(step, sequence, server)
+
+    def first_error(times: HostTimes) -> float:
+        errors: dict[str, list[float]] = defaultdict(list)
+        for line in lines:
+            errors[line.row.group].append(abs(line.errors(times)[1]))
+        return sum(float(np.median(each)) for each in errors.values())
+
+    return min((HostTimes(step, sequence, each) for each in SERVERS), key=first_error)
 
 
 def _weights(lines: Sequence[RowLine]) -> np.ndarray:
@@ -114,10 +122,9 @@ def left_out(lines: Sequence[RowLine]) -> dict[str, HostTimes]:
     """For each group, the constants fitted without it."""
     found = {}
     for group in dict.fromkeys(each.row.group for each in lines):
-        engine = group.split("/")[1]
         others = [each for each in lines if each.row.group != group]
-        same = [each for each in others if each.row.group.split("/")[1] == engine]
-        found[group] = fitted(same or others)
+        front = next(each.row.front for each in lines if each.row.group == group)
+        found[group] = fitted([each for each in others if each.row.front == front] or others)
     return found
 
 

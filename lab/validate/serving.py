@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
@@ -25,6 +25,9 @@ from e2e.serving.serving_request import ServingRequest
 from lab.command_line import with_progress
 from lab.data.data_folder import csv_rows
 from lab.validate.errors import section_console
+
+if TYPE_CHECKING:
+    from e2e.serving.serving_answer import ServingAnswer
 
 FOLDER = "serving"
 _CONFIGS = {
@@ -46,6 +49,8 @@ class MeasuredServing:
     request: ServingRequest
     measured: Mapping[str, float]
     counts: bool = True
+    # Who sent the requests, and through what: ``nvidia`` (Dynamo) or ``inferencex`` (the engine's own server).
+    front: str = ""
 
 
 def read_silicon(data: Path) -> list[MeasuredServing]:
@@ -58,6 +63,8 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
             precision = "weights=fp8-block,experts=fp8-block"
         if row["engine"] == "trtllm" and row["weights"].startswith("fp8"):
             precision += ",kv=fp8"
+        if row["engine"] == "vllm" and row["model"] == "Llama-3.1-70B":
+            precision += ",kv=fp8"  # kv-cache-dtype of vLLM's recipes that InferenceX follows
         concurrency, version = int(row["concurrency"]), row["engine_version"]
         tp, ep = _ranks(row)
         request = ServingRequest(
@@ -78,7 +85,7 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         measured = {"tpot": tpot, "ttft": ttft, "throughput": throughput}
         counts = "queueing" not in row["flags"] and row["speculative"] == "none"
         group = f"{row['gpu']}/{row['engine']}/{row['model']}"
-        found.append(MeasuredServing(group, row["row"], request, measured, counts))
+        found.append(MeasuredServing(group, row["row"], request, measured, counts, row["source"]))
     return found
 
 
@@ -179,23 +186,33 @@ def errors_of(rows: Iterable[MeasuredServing], predict: Predict) -> tuple[list[S
 _TABLES: dict[tuple[Any, ...], Any] = {}
 
 
-def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
-    """Answer of ``e2e serve`` in the quantities that were measured."""
+def answered(row: MeasuredServing) -> ServingAnswer:
+    """Answer of ``e2e serve``."""
     from e2e.serving.serving_answer import serve
 
     asked = row.request
     key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
-    answer = serve(asked, _TABLES.setdefault(key, {}))
+    return serve(asked, _TABLES.setdefault(key, {}))
+
+
+def quantities(answer: ServingAnswer) -> dict[str, float]:
+    """An answer in the quantities that were measured."""
     ttft, tpot = float(answer.ttft_seconds.mean()), float(answer.tpot_seconds.mean())
     outputs = float(answer.workload.outputs.mean())
-    values = {
+    return {
         "ttft": ttft,
         "tpot": tpot,
-        "throughput": (row.request.concurrency or 1) * outputs / (ttft + (outputs - 1) * tpot),
+        "throughput": (answer.request.concurrency or 1) * outputs / (ttft + (outputs - 1) * tpot),
         "prompt": float((answer.run.first - answer.run.sent).max()),
         "token": tpot,
         "batch": float(answer.run.last.max()),
     }
+
+
+def predicted(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
+    """What ``e2e serve`` predicts of the measured quantities, and intervals of some."""
+    answer = answered(row)
+    values = quantities(answer)
     if row.request.requests is not None:
         return values, {}  # seconds of single batches, not means of runs
     from e2e.serving.serving_result import serving_result

@@ -483,9 +483,7 @@ def _compute_seconds(
     if kernel in _ONE_WIDTH:
         scored = mixed = max(scored, mixed)
     products = 2 * (scored + mixed) if operator.direction == "forward" else 2 * (3 * scored + 2 * mixed)
-    # Engines' kernels for datacenter Blackwell multiply single tokens in the type of the cache.
-    narrow = operator.cached and operator.phase == "decode" and chip.architecture == "blackwell"
-    rate = matrix_rate(machine, operator.cached if narrow else operator.dtype) / sms
+    rate = matrix_rate(machine, operator.dtype) / sms
     cycles = (pace.softmax + (_DROPOUT_CYCLES if operator.dropout else 0.0)) / 1000
     score = products / (rate * pace.products) + cycles / chip.clock_hz
     return float(span * work.shape[0] * work.shape[1] * score + waves * pace.block / chip.clock_hz)

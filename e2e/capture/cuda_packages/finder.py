@@ -286,7 +286,8 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
     while error.__cause__ is not None and not (isinstance(error, ImportError) and error.name):
         error = error.__cause__  # a library says that it could not import a part of itself
         frames = traceback.extract_tb(error.__traceback__)
-    place = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(frames) if _is_code(frame)), "")
+    asking = [frame for frame in frames if _is_code(frame) and frame.name != "__getattr__"]
+    place = f"{asking[-1].filename}:{asking[-1].lineno}: " if asking else ""
     owner = getattr(error, "obj", None)
     if isinstance(owner, ModuleType) and library_folder(str(getattr(owner, "__file__", ""))) is not None:
         return f"{place}uses {error.name} of {owner.__name__}, {_other_version(owner.__name__.partition('.')[0])}"  # type: ignore[attr-defined]
@@ -294,7 +295,6 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         folder = library_folder(frames[-1].filename)
         if folder is not None:
             package = Path(frames[-1].filename).relative_to(folder).parts[0]
-            place = next((f"{each.filename}:{each.lineno}: " for each in frames[-2:-1]), "")
             return f"{place}{error} Install the version of {package} that the program was written for"
     if not isinstance(error, ImportError) or not error.name:
         return None

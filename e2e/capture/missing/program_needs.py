@@ -4,6 +4,7 @@ not be made up.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from e2e.capture.missing.tokenizers import made_up_tokenizers
 from e2e.capture.missing.weights import weights_not_read
 from e2e.capture.script_lines import users_line
 from e2e.capture.stand_ins import Note
+from e2e.capture.written_files import MOST_WRITTEN
 
 
 @contextmanager
@@ -56,6 +58,8 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         return f"{place}needs the values in {hub.states[-1]}, which is not here; put a file of that form there"
     if any(isinstance(each, OSError) and _is_of_network(each) for each in _causes(error)):
         return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f"{place}writes a file of more than {MOST_WRITTEN >> 30} GiB; let it write less"
     if not isinstance(error, FileNotFoundError):
         return None
     file = error.filename

@@ -45,16 +45,6 @@ def test_decoding_over_8_bits_reads_half_of_the_cache() -> None:
     assert 0.4 < seconds("h200-sxm", replace(wide, cached="float8")) / seconds("h200-sxm", wide) < 0.75
 
 
-def test_a_latent_cache_of_8_bits_is_multiplied_in_8_bits_on_blackwell_alone() -> None:
-    """128 heads share a latent: bound by arithmetic, which FP8 halves."""
-    wide = Attention(512, 128, 1, 4096, 576, 1, True, kernel="mla", value_dim=512, paged=True)
-    ratios = {}
-    for gpu in ("b200-sxm", "h200-sxm"):
-        plain, narrow = gpu_cost_model(load_machine(gpu)).estimate([wide, replace(wide, cached="float8")])
-        ratios[gpu] = narrow.seconds / plain.seconds
-    assert ratios["b200-sxm"] < 0.65 < 0.9 < ratios["h200-sxm"]
-
-
 def test_experts_of_4_bits_are_faster_where_weights_are_the_bound() -> None:
     assert seconds("h200-sxm", LAYER) < 0.6 * seconds("h200-sxm", replace(LAYER, stored=""))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -109,16 +110,18 @@ def test_calls_of_one_compiled_module_are_regions_of_their_own():
     assert "aten::threshold_backward" in backward
 
 
-def test_what_is_not_to_be_compiled_is_no_part_of_the_region_around_it():
+@pytest.mark.parametrize("where", ["torch.compiler", "torch._dynamo"])
+def test_what_is_not_to_be_compiled_is_no_part_of_the_region_around_it(where: str):
     def run() -> None:
-        @torch.compiler.disable
+        @import_module(where).disable
         def apart(given: torch.Tensor) -> torch.Tensor:
             return given.cos() * 2
 
-        @torch.compile
-        def compiled(given: torch.Tensor) -> torch.Tensor:
-            return apart(given.sigmoid() * 3).exp() + 1
+        class Layer(nn.Module):
+            def forward(self, given: torch.Tensor) -> torch.Tensor:
+                return apart(given.sigmoid() * 3).exp() + 1
 
+        compiled = torch.compile(Layer() if where == "torch._dynamo" else Layer().forward)
         compiled(tensor(64, 64)).sum().backward()
 
     names = kernels(watched(run))
