@@ -188,13 +188,13 @@ def test_a_job_takes_as_long_and_is_known_as_well_by_its_script_as_by_its_sizes(
     script, config = tmp_path / "train.py", tmp_path / "model.json"
     script.write_text(f"SIZES = {SIZES!r}\n{ROADS}")
     config.write_text(json.dumps({"model_type": "llama", **SIZES}))
-    machine: dict[str, Any] = {"gpu": "dgx-h100", "gpus": 8, "batch_size": 8}
+    # So large that no step waits for the host: functions that hooks of FSDP call are counted in the script alone.
+    machine: dict[str, Any] = {"gpu": "dgx-h100", "gpus": 8, "batch_size": 16}
     by_script = predicted(script=f"{script}:{way}", **machine)
     # The script's weights and states are BF16 alone.
     sizes: dict[str, Any] = {"recipe": "pure-bf16", "dtype": "bfloat16", "attention": "flash", "sequence_length": 1024}
     by_sizes = predicted(model_config=config, parallel=f"{way}=8", **sizes, **machine)
-    # Functions that the hooks of FSDP call are counted in the script alone.
-    assert by_script.iteration_seconds == pytest.approx(by_sizes.iteration_seconds, rel=0.05)
+    assert by_script.iteration_seconds == pytest.approx(by_sizes.iteration_seconds, rel=0.03)
     for one, other in zip(_width(by_script), _width(by_sizes), strict=True):
         assert one == pytest.approx(other, abs=0.015)
 
