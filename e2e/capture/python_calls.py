@@ -2,8 +2,8 @@
 
 The host takes time for them that no operator has: modules and their hooks, wrappers of ranks (FSDP visits every
 parameter four times in a step), loops over parameters, collating of batches. Functions of this capture, and those that
-PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls, and those
-of imports. A first step calls functions that later ones do not, so they are counted where a step has run before.
+PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls, those of
+imports, and those that log what a first step warns of.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_RECORDING = (
     *(f"torch/{name}" for name in ("_meta_registrations", "_refs", "_prims", "_decomp", "_subclasses", "_library")),
     *(f"torch/{name}" for name in ("_ops", "_dynamo", "_compile.py", "compiler", "_jit_internal", "overrides", "fx/")),
     *(f"torch/utils/{name}" for name in ("_python_dispatch", "_pytree", "_device", "_stats")),
-    *("unittest/mock", "contextlib", "weakref", "typing.py"),
+    *("unittest/mock", "contextlib", "weakref", "typing.py", "/logging/"),
 )
 
 

@@ -188,6 +188,7 @@ def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> O
     """
     options = options or StepOptions()
     recorder = Recorder(module_paths(workload), workload.streams)
+    recorder.counting = True
     with recording(recorder, options):
         workload.step()
     return OperatorTrace(
