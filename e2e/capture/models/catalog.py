@@ -223,7 +223,8 @@ def workload(
     optimizer = make_optimizer(trained) if options.mode == "train" else None
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
+        for each in trained:  # as optimizers do; ``Module.zero_grad`` walks over all modules
+            each.grad = None
         forward().backward()
         if optimizer is not None:
             optimizer.step()
