@@ -390,7 +390,7 @@ class Recorder(TorchDispatchMode):
 
     def go_on(self) -> None:
         """Go on recording after a pass that was left out, some of whose tensors are used by the next one."""
-        self.enabled, self.leaving_out = True, False
+        self.enabled, self.leaving_out, self.functions = True, False, 0
         self.convert.identities.adopting = True
 
     @contextmanager

@@ -104,7 +104,7 @@ def test_no_estimate_falls_with_a_rate(name, operator, compute, l2, dram):
     before, after = (
         gpu_cost_model(each).estimate([operator])[0] for each in (machine, slower(machine, compute, l2, dram))
     )
-    assert after.seconds >= before.seconds * (1 - 1e-9)
+    assert after.seconds >= before.seconds * (1 - 1e-8)
 
 
 def test_the_parts_of_a_split_sum_are_added_by_a_kernel():
