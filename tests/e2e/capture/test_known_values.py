@@ -88,7 +88,7 @@ def test_a_known_mask_selects_what_it_says_without_an_assumption():
         sizes.append(data[mask].shape[0])
 
     trace = captured(step)
-    assert sizes == [3]
+    assert sizes == 2 * [3]  # the second step is captured
     assert assumptions([trace]) == []
 
 
@@ -105,7 +105,7 @@ def test_generation_makes_as_many_tokens_as_are_asked_for():
 
     sizes: list[torch.Size] = []
     capture_script(load_script(make), StepOptions(mode="inference", attention="flash"))
-    assert sizes == [(2, 13)]
+    assert sizes == 2 * [(2, 13)]
 
 
 def test_numbers_on_the_gpu_in_a_new_tensor_are_read_and_known():
@@ -118,7 +118,7 @@ def test_numbers_on_the_gpu_in_a_new_tensor_are_read_and_known():
         sizes.extend(again.tolist())
 
     trace = captured(step)
-    assert sizes == [3, 5, 7]
+    assert sizes == 2 * [3, 5, 7]
     assert sum(call.name == "aten::_local_scalar_dense" for call in trace.calls) >= 2
 
 
