@@ -73,7 +73,7 @@ def convert_record(
     :mod:`costmodel.machines.machine_records` or a :class:`StrictModel`; ``failure`` names file and key.
     """
     try:
-        return _validated(document, schema)
+        return validated(document, schema)
     except ValidationError as error:
         raise failure(f"{path}: {explain_problems(error)}") from None
 
@@ -83,7 +83,7 @@ def read_record(path: Path, schema: type[Content], remedy: str) -> Content:
     file and the key, and ends with ``remedy``.
     """
     try:
-        return _validated(decoded(read_text(path, "record")), schema)
+        return validated(decoded(read_text(path, "record")), schema)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
     except ValidationError as error:
@@ -104,7 +104,8 @@ def made_by(read: Callable[[Any], Any]) -> PlainValidator:
     return PlainValidator(run)
 
 
-def _validated(document: Any, schema: type[Content]) -> Content:
+def validated(document: Any, schema: type[Content]) -> Content:
+    """Convert ``document`` to ``schema``; raise pydantic's ``ValidationError``."""
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)
     adapter: TypeAdapter[Content] = _ADAPTERS[schema]

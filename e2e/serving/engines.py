@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Quantity
-from costmodel.machines.record_file import explain_problems, read_mapping
+from costmodel.machines.record_file import explain_problems, read_mapping, validated
 from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.experts import ExpertKernel
 from e2e.step.options import named_values
@@ -95,14 +95,9 @@ def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) 
     asked = named_values("--engine-options", options, _OPTIONS)
     values |= {key.replace("-", "_"): value for key, value in asked.items()}
     try:
-        return _schema().validate_python(values)
+        return validated(values, Engine)
     except ValidationError as error:
         raise InputError(f"--engine-options {options}: {explain_problems(error).replace('_', '-')}") from None
-
-
-@lru_cache(maxsize=1)
-def _schema() -> TypeAdapter[Engine]:
-    return TypeAdapter(Engine)
 
 
 def version_key(text: object) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from e2e.report.timeline_export import Event, name_event, slice_event, write_eve
 from e2e.serving.schedule import LoggedStep
 from e2e.serving.serving_answer import ServingAnswer, serve
 from e2e.serving.serving_result import ServingResult, Spread, serving_result
+from e2e.serving.step_price import StepPrice
 
 
 def answer_text(result: ServingResult) -> str:
@@ -197,11 +198,11 @@ def serving_events(answer: ServingAnswer) -> Iterator[Event]:
         which = f" of replica {replica}" if len(answer.run.busy_seconds) > 1 else ""
         yield name_event("thread_name", _ENGINE, 2 * replica + 1, f"GPU{which}")
         yield name_event("thread_name", _ENGINE, 2 * replica + 2, f"host between steps{which}")
-    until, written = 0.0, 0
+    until, written, price = 0.0, 0, answer.price
     for step in answer.run.log:
         for place in range(min(step.repeats, _MOST_STEPS - written)):
             until = step.start + (place + 1) * step.seconds
-            yield from _step_events(answer, step, until - step.seconds, place)
+            yield from _step_events(price, step, until - step.seconds, place)
         written = min(written + step.repeats, _MOST_STEPS)
     run, load = answer.run, answer.workload
     sent, first, last = run.sent.tolist(), run.first.tolist(), run.last.tolist()
@@ -213,8 +214,8 @@ def serving_events(answer: ServingAnswer) -> Iterator[Event]:
         yield slice_event("output", "serving", _REQUESTS, track, first[number], last[number], told)
 
 
-def _step_events(answer: ServingAnswer, step: LoggedStep, start: float, place: int) -> Iterator[Event]:
-    price, tokens = answer.price, sum(each.queries for each in step.prompts)
+def _step_events(price: StepPrice, step: LoggedStep, start: float, place: int) -> Iterator[Event]:
+    tokens = sum(each.queries for each in step.prompts)
     device = min(price.device_seconds(step.sequences, step.context + place, step.prompts), step.seconds)
     names = [f"prompts {tokens}"] * bool(tokens) + [f"decode {step.sequences}"] * bool(step.sequences)
     told = {"sequences": step.sequences, "context": round(step.context + place), "prompt tokens": tokens}

@@ -247,8 +247,8 @@ class StepWork:
                 yield from self._linear_mixer(mixer, own, queries, count)
 
     def prompts(self, batch: int, queries: int, prior: int) -> Iterator[Work]:
-        """Attention of ``batch`` prompts of ``prior`` + ``queries`` tokens, of which ``prior`` are in the cache."""
-        batch, tp = -(-batch // self.parallel.attention_dp), self.parallel.attention_tp
+        """Attention of ``batch`` prompts of one rank, of ``prior`` + ``queries`` tokens, ``prior`` of them cached."""
+        tp = self.parallel.attention_tp
         for layer, count in self.model.layers:
             mixer = layer.mixer
             if isinstance(mixer, SoftmaxAttention):

@@ -73,6 +73,16 @@ def test_copies_of_the_attention_have_hosts_of_their_own():
     assert added == pytest.approx(4e-4), "three sequences and a prompt on the busiest rank"
 
 
+def test_prompts_of_one_copy_are_computed_by_it_alone():
+    """Of 64 prompts each of 8 copies has 8: its attention takes as long as that of 8 prompts on a GPU by itself."""
+    shape = {"model": "deepseek-r1", "gpu": "h200-sxm", "gpus": 8}
+    price = StepPrice(deployment_of(ServingRequest(parallel="tp=8,ep=8,dp-attention=8", **shape)))  # type: ignore[arg-type]
+    kept = [each for each in price.listed(0, 0, [Prompt(512)] * 64) if each.part == "attention"]
+    assert {each.operator.batch for each in kept} == {8}
+    eight, whole = ([Prompt(512)] * count for count in (8, 64))
+    assert price.prompt_seconds(whole) > 6 * price.prompt_seconds(eight)
+
+
 def _parts(prompt: int = 0, **asked: object) -> dict[str, float]:
     """How often a step of 4 sequences runs kernels of each part."""
     price = StepPrice(deployment_of(ServingRequest(**asked)))  # type: ignore[arg-type]
