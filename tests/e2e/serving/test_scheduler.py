@@ -192,3 +192,11 @@ def test_all_clients_wait_where_all_requests_go() -> None:
 def test_one_client_gets_no_more_from_two_replicas() -> None:
     load = closed_loop(100, 5, 1, 4)
     assert _served(load, replicas=2).last.max() == pytest.approx(_served(load).last.max())
+
+
+@pytest.mark.parametrize(("copies", "at_once"), [(1, 2), (2, 4)])
+def test_copies_of_the_attention_have_a_limit_of_sequences_each(copies: int, at_once: int) -> None:
+    run, changed = ServedRun.of(4), replace(engine_named("vllm"), sequences=2)
+    made = Scheduler(cast("StepPrice", _ToyPrice(changed, copies=copies)), 10_000, run)
+    serve_workload(closed_loop(100, 3, 4, 4), [made])
+    assert sum(run.first < run.last.min()) == at_once
