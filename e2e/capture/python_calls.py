@@ -1,9 +1,9 @@
 """Count of the Python functions that a program and its libraries call between two recorded operators.
 
-The host takes time for them that no operator has: modules and their hooks, wrappers of ranks (FSDP visits every
+The host takes time for them that no operator has: modules and their hooks, wrappers such as FSDP (which visits every
 parameter four times in a step), loops over parameters, collating of batches. Functions of this capture, and those that
 PyTorch calls because operators are recorded, do not count; nor do those that a worker of a data loader calls, those of
-imports, and those that log what a first step warns of.
+imports, and those of logging, which mostly warns once.
 """
 
 from __future__ import annotations

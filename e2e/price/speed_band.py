@@ -2,11 +2,11 @@
 
 GPUs differ in speed by chip, power and temperature (by 8 % on average within a cluster: Sinha et al., "Not All GPUs Are
 Created Equal", SC 2022). Tables are of one GPU. In a synchronised step all GPUs wait for the slowest in every
-collective, so that the kernels of all take as long as its own. If speeds are uniform over a band, the slowest of n GPUs
-is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands. There are no published
-steps of fewer than eight. A GPU alone is expected in the middle of the band if its products are in 16 or 8 bits, as
-in the fitted steps: tables are measured in short bursts, and what no model covers of long steps is lost there too. The
-published steps do not tell the two apart (5 % lost on every GPU, and the slowest 4 % behind: 2.9 % mean error; now
+collective: each takes as long as the slowest. If speeds are uniform over a band, the slowest of n GPUs is on average
+(n - 1) / (n + 1) of its width behind the fastest: 78 % with 8 GPUs, all of it with thousands. The published steps have
+eight GPUs and more. A GPU alone loses half the width if its products are in 16 or 8 bits, as in those steps: tables are
+measured in short bursts, and what no model covers of long steps is lost there too. The published steps cannot say which
+part is waiting and which is lost on every GPU (5 % on every GPU and a band of 4 %: 2.9 % mean error; the band alone:
 2.8 %).
 
 The width is fitted to whole steps (:mod:`lab.fit.speed_band`), so it also contains all other losses of long steps that

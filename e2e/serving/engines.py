@@ -48,7 +48,7 @@ class Engine:
     admission: Admission
     token_budget: _Count  # most tokens of one step
     sequences: _Count  # most that run at once
-    graph_sequences: Annotated[int, Field(ge=0, le=1 << 20)]  # most of a step that is launched as a CUDA graph
+    graph_sequences: Annotated[int, Field(ge=0, le=1 << 20)]  # most sequences of a step that is a CUDA graph
     memory_share: Annotated[float, Field(ge=0.01, le=1)]  # of the GPU's memory, for weights, activations and cache
     block: _Count  # tokens of a block of the cache
     attention: AttentionKernel
@@ -62,9 +62,11 @@ class Engine:
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
-    shares_budget: bool = False  # the token budget is of all copies of the attention together; else each has it
-    beside_prompt: int = 0  # tokens of a step beside one prompt and one per user, where a recipe sets the budget so
-    band_tpot: float = 1.12  # factors between means of measured runs and what their kernels say, in 80 % of cases
+    shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
+    # Where a recipe sets the token budget to one prompt, this, and one token per user (0: ``token_budget`` stands).
+    beside_prompt: int = 0
+    # Factors, each way, within which 80 % of the means of measured runs lie, beside the errors of their kernels.
+    band_tpot: float = 1.12
     band_ttft: float = 1.65
 
 
