@@ -44,7 +44,12 @@ _UNKNOWN = "unknown"
 # H100 for 0.5 to 2 times, LLMServingSim's activations on RTX 4090 0.24 to 0.31 for 0.7 to 2 times.
 WARM_SHARE = 0.25
 # Element-wise operations with kernels of their own rather than PyTorch's TensorIterator, which was measured.
-_OWN_KERNELS = ("rotary", "silu_mul", "fused")
+_OWN_KERNELS = ("rotary", "silu_mul", "fused", "branches")
+# Instructions per element on the units that compare, select and add, of which a multiprocessor has 64: a weight of 4
+# bits is expanded by branches, all of which a warp takes (bitsandbytes before 0.48, counted in the machine code of
+# 0.41.0 for compute capability 8.0: 566 per 16 weights; its table since then: 240). Its authors measured the table 1.36
+# to 2.07 times as fast on A100 (pull request 1747); by these counts and DRAM 1 to 1.9 times.
+_INSTRUCTIONS = {"branches": 566 / 16}
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
 # A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.normalization`).
 _STRIDED_REDUCTION = 1.3
@@ -66,7 +71,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
     def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> KernelAnalysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
-        flops = np.array([each.flops for each in operators], dtype=float)
+        flops = np.array([each.flops * _flops_each(each, machine) for each in operators], dtype=float)
         return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
 
     def covers(self, operator: MemoryBoundOperator) -> bool:
@@ -82,6 +87,15 @@ class MemoryBound(Family[MemoryBoundOperator]):
         if streams or isinstance(operator, OptimizerStep | MemoryCopy):
             return "dtype"  # each byte once, as element-wise kernels do
         return "measured" if self.covers(operator) else "kind"
+
+
+def _flops_each(operator: MemoryBoundOperator, machine: Machine) -> float:
+    """Flops that take as long as the work on one element of ``operator``; 1 for all but :data:`_INSTRUCTIONS`."""
+    instructions = _INSTRUCTIONS.get(getattr(operator, "kind", ""))
+    if instructions is None:
+        return 1.0
+    chip = machine.chip()
+    return instructions * vector_rate(machine) / (64 * chip.sm_count * chip.clock_hz)
 
 
 def memory_analysis(
