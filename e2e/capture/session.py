@@ -212,19 +212,18 @@ class CapturedWorkload:
     optimizer: str = ""
 
 
-def capture(workload: CapturedWorkload, options: StepOptions | None = None, *, counting: bool = False) -> OperatorTrace:
+def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
     """Capture the operators of one steady step of ``workload``, as a GPU would run them, without allocating memory.
 
-    ``counting``: Python functions between operators are counted too, in the second step, as the first calls others.
-    Errors raised by the step pass through unchanged.
+    It is the second step, as the first calls other Python functions, which are counted. Errors raised by the step pass
+    through unchanged.
     """
     options = options or StepOptions()
     recorder = Recorder(module_paths(workload), workload.streams)
-    recorder.counting = counting
+    recorder.counting = True
     with recording(recorder, options):
-        if counting:
-            with recorder.paused():
-                workload.step()
+        with recorder.paused():
+            workload.step()
         workload.step()
     return OperatorTrace(
         recorder.calls(),
