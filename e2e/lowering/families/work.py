@@ -207,6 +207,7 @@ def elementwise(
     """Return a kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
     elements = numel(output)
     full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
+    inputs = list(inputs)
     for tensor in inputs:
         count = stored_elements(context, tensor)
         if count >= elements:
@@ -229,8 +230,32 @@ def elementwise(
     target = priced_dtype(output)
     dtype = dtype or target
     other = "" if target == dtype else target
-    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse)
+    apart = any(not _in_vectors(context, kind, tensor, output, inputs) for tensor in inputs)
+    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse, apart)
     return DeviceWork(name or kind, (record,), auxiliary=auxiliary)
+
+
+def _in_vectors(context: Context, kind: str, tensor: Tensor, output: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """True if PyTorch's element-wise kernel reads ``tensor`` in vectors: it is dense, in the order of ``output``, and of
+    the type computed in. Casts from FP32 to 16 bits have kernels that take FP32.
+    """
+    one, other = (
+        [step for step, extent in zip(context.stride(each), each.shape, strict=True) if extent != 1]
+        for each in (tensor, output)
+    )
+    if numel(tensor) != numel(output) or one != other or 0 in one:
+        return False
+    dense = 1
+    for step, extent in sorted(
+        (step, extent) for step, extent in zip(one, (e for e in tensor.shape if e != 1), strict=True)
+    ):
+        if step != dense:
+            return False
+        dense *= extent
+    if kind == "cast":
+        return tensor.dtype == "float32" and output.dtype in ("float16", "bfloat16")
+    floating = {each.dtype for each in inputs if "float" in each.dtype}
+    return len(floating) < 2
 
 
 def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:
