@@ -49,12 +49,12 @@ _OWN_KERNELS = ("rotary", "silu_mul", "fused", "branches")
 # has 64 units for them (CUDA C++ Programming Guide, throughput of arithmetic instructions).
 # One by one: PyTorch's ``elementwise_kernel`` finds the place of every operand by divisions, ``unrolled_..`` converts
 # each. A profile of Qwen1.5 0.5B on H100 (TraceLens, 9.2 million elements) has products with a broadcast operand at 32
-# in FP32 and BF16, copies of permuted views, and sums and products of those, at 37 to 44, casts to FP32 at 35. Held out:
-# RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %.
+# in FP32 and BF16, copies of permuted views, and sums and products of those, at 37 to 44, casts to FP32 at 35. Held
+# out: RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %.
 _ONE_BY_ONE = 35.0
-# Weights of 4 bits expanded by branches, all of which a warp takes (bitsandbytes before 0.48): 566 per 16 weights in the
-# machine code of 0.41.0 for compute capability 8.0; its table since then: 240.
-# Measured by its authors (pull request 1747): the table is 1.36 to 2.07 times as fast on A100; here 1.2 to 2.
+# Weights of 4 bits expanded by branches, all of which a warp takes (bitsandbytes before 0.48): 566 per 16 weights in
+# the machine code of 0.41.0 for compute capability 8.0, 240 with its table since then. Its authors measured the table
+# 1.36 to 2.07 times as fast on A100 (pull request 1747).
 _BRANCHES = 566 / 16
 _UNITS = 64
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.

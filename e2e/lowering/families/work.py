@@ -236,26 +236,22 @@ def elementwise(
 
 
 def _in_vectors(context: Context, kind: str, tensor: Tensor, output: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """True if PyTorch's element-wise kernel reads ``tensor`` in vectors: it is dense, in the order of ``output``, and of
-    the type computed in. Casts from FP32 to 16 bits have kernels that take FP32.
+    """True if PyTorch's element-wise kernel reads ``tensor`` in vectors: it is dense, in the order of ``output``, and
+    of the type computed in. Casts from FP32 to 16 bits have kernels that take FP32.
     """
-    one, other = (
-        [step for step, extent in zip(context.stride(each), each.shape, strict=True) if extent != 1]
-        for each in (tensor, output)
-    )
-    if numel(tensor) != numel(output) or one != other or 0 in one:
+    if kind == "cast" and not (tensor.dtype == "float32" and output.dtype in ("float16", "bfloat16")):
         return False
+    if kind != "cast" and len({each.dtype for each in inputs if "float" in each.dtype}) > 1:
+        return False
+    steps, others = (
+        [each for each in zip(context.stride(one), one.shape, strict=True) if each[1] != 1] for one in (tensor, output)
+    )
     dense = 1
-    for step, extent in sorted(
-        (step, extent) for step, extent in zip(one, (e for e in tensor.shape if e != 1), strict=True)
-    ):
+    for step, extent in sorted(steps):
         if step != dense:
             return False
         dense *= extent
-    if kind == "cast":
-        return tensor.dtype == "float32" and output.dtype in ("float16", "bfloat16")
-    floating = {each.dtype for each in inputs if "float" in each.dtype}
-    return len(floating) < 2
+    return steps == others
 
 
 def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:
