@@ -205,6 +205,7 @@ def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
 
 
 _MOST_DRAWN = 64  # rows of an expert on average, beyond which how they are drawn no longer matters
+_LARGEST_MEAN = 700.0  # rows of the most popular expert; exp(-745) is 0
 
 
 def _drawn(rows: int, experts: int, spread: float) -> np.ndarray:
@@ -213,7 +214,7 @@ def _drawn(rows: int, experts: int, spread: float) -> np.ndarray:
     normal = NormalDist()
     popular = np.exp([spread * normal.inv_cdf((place + 0.5) / experts) for place in range(experts)])
     means = rows * popular / popular.sum()
-    if rows > _MOST_DRAWN * experts:
+    if rows > _MOST_DRAWN * experts or means[-1] > _LARGEST_MEAN:
         return _whole(rows, means[::-1])
     # Shares of the experts with 0, 1, 2 ... rows.
     term, total, reached = np.exp(-means), [], 0.0
