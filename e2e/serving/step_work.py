@@ -119,9 +119,9 @@ class StepWork:
             return "float8", "tensor" if stored == "fp8" and self.engine.experts == "trtllm" else "block"
         return self._multiplied(stored), ""
 
-    def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
+    def _reduced(self, rows: int, ranks: int, row_bytes: int = 0) -> Iterator[Work]:
         if ranks > 1:
-            size = rows * self.model.hidden * 2
+            size = rows * (row_bytes or self.model.hidden * 2)
             yield Work(CollectiveTransfer("all_reduce", size, ranks, engine=self.engine.all_reduce), 1, "all-reduce")
 
     def _mixer(self, mixer: SoftmaxAttention | LatentAttention | LinearMixer, rows: int) -> Iterator[Work]:
@@ -135,6 +135,9 @@ class StepWork:
             turned = Elementwise("fused", rows * (heads + groups) * mixer.head_dim, 1, 1, dtype=_HALF)
             if mixer.normalised:
                 yield Work(turned, 1, "norm")
+            if mixer.normalised_together and tp > 1:  # one more pass: sums of squares, of queries and of keys, in FP32
+                yield Work(turned, 1, "norm")
+                yield from self._reduced(rows, tp, row_bytes=8)
             if self.engine.attention not in _ROTARY_INSIDE:
                 yield Work(turned, 1, "rotary")
             if self.engine.attention not in _CACHE_WRITE_INSIDE:
