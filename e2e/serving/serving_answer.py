@@ -145,8 +145,12 @@ def deployment_of(request: ServingRequest) -> Deployment:
         model,
         cluster,
         engine_named(
-            request.engine, request.engine_options, request.input_length, request.concurrency or 0,
-            cluster.machine, parallel.tp,
+            request.engine,
+            request.engine_options,
+            request.input_length,
+            request.concurrency or 0,
+            cluster.machine,
+            parallel.tp,
         ),  # fmt: skip
         parallel,
         read_precision(request.precision, model, cluster.machine),

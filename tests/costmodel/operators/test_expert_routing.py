@@ -56,3 +56,9 @@ def test_many_rows_are_shared_by_popularity():
     """Logarithms of the quantiles of two experts are 0.674 apart from the middle: exp(1.349) times the rows."""
     few, many = sorted(ExpertRouting(spread=1.0).counts(10000, 2))
     assert many / few == pytest.approx(3.853, rel=0.01)
+
+
+def test_the_most_popular_of_many_experts_may_get_very_many_rows():
+    """Kimi K2 has 384 experts: of 24,000 rows one gets 770, of which exp(-770) is 0."""
+    counts = ExpertRouting(spread=1.0).counts(24_000, 384)
+    assert sum(counts) == 24_000 and 700 < max(counts) < 900

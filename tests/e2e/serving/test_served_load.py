@@ -112,7 +112,7 @@ def test_more_users_wait_longer_and_get_more_together():
 
 
 def test_a_small_cache_limits_and_a_large_one_does_not():
-    tight = figures(concurrency=64, requests=128, engine_options="memory-share=0.25")
+    tight = figures(concurrency=64, requests=128, engine_options="memory-share=0.235")
     wide = figures(concurrency=64, requests=128)
     assert tight.cache["tokens"] < wide.cache["tokens"] and tight.ttft_seconds.mean > wide.ttft_seconds.mean
     assert tight.bound == "cache" and wide.bound != "cache" and tight.cache["most_used_share"] <= 1
