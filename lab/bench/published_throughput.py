@@ -44,8 +44,9 @@ for comparison. Attention of DeepSeek-R1 in FP4 is taken to be in BF16, the cach
 the engines' own servers: GPUStack's performance lab, SGLang's cookbook, CloudRift, IOG, Vultr and threads of vLLM. Half
 of the rows, by the SHA-256 of their names, were held out before any was predicted. Lengths are ``fixed``, ``even``
 (from one token to twice the mean) or ``sharegpt``: of its lengths only the means are told; they are taken to be
-exponential. Requests without users or a rate are sent at once. GPUStack's H100 of Qwen3 32B is a PCIe card: it reads 74
-GB of weights and cache in 43.4 ms, 1.7 TB/s.
+exponential. Requests without users or a rate are sent at once. GPUStack's H100 of Qwen3 14B and 32B is a PCIe card,
+whatever its pages say: steps that decode with a full cache read 70 to 75 GB in 42 to 46 ms, 1.5 to 1.7 TB/s. The halves
+of Qwen3 14B are those of the names that said SXM.
 
 **MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
 count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed
@@ -421,7 +422,7 @@ STRANGERS = Path(__file__).with_name("published_serving.csv")
 
 def read_strangers(folder: Path) -> list[MeasuredServing]:
     """The served runs that strangers measured; their traces of requests are written to ``folder``."""
-    found = []
+    found: list[MeasuredServing] = []
     for row in csv_rows(STRANGERS, "served runs"):
         users, count, rate = int(row["users"] or 0), int(row["requests"]), float(row["rate"] or 0)
         inputs, outputs = float(row["input_tokens"]), float(row["output_tokens"])
