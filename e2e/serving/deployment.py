@@ -17,8 +17,8 @@ from e2e.capture.models.served_model import Experts, ServedModel, named_model
 from e2e.serving.engines import Engine
 from e2e.step.options import Precision, named_counts, named_values
 
-# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
-WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
+# Bits of a stored weight, its scales included.
+WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
 _STORED = {"weights": WEIGHT_BITS, "experts": WEIGHT_BITS, "activations": ("bf16", "fp8"), "kv": CACHE_BITS}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}

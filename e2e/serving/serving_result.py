@@ -60,7 +60,7 @@ class StepFigures:
     parts: Mapping[str, float]  # seconds of the GPU by part of the layer
     limits: Mapping[str, float]  # and by what limits the kernels
     sources: Mapping[str, float]  # share of them whose price is measured, fitted to measurements, or analytic
-    bandwidth_share: float  # of the memory's bandwidth
+    bandwidth_share: float  # of the datasheet's memory bandwidth
     arithmetic_share: float  # of the datasheet's arithmetic (MFU)
     lower: float  # factors of the GPU's time within which it lies
     upper: float
@@ -215,7 +215,7 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, prompts: Seque
         parts=_sums((each.part, each.count * estimate.seconds) for each, estimate in found),
         limits=_sums((_limit(each, estimate), each.count * estimate.seconds) for each, estimate in found),
         sources=_sums((estimate.source, each.count * estimate.seconds / device) for each, estimate in found),
-        bandwidth_share=moved / device / dram_bandwidth(machine),
+        bandwidth_share=moved / device / (machine.memory[-1].datasheet or dram_bandwidth(machine)),
         arithmetic_share=arithmetic / device,
         lower=1 - math.hypot(*below.values()) / device,
         upper=1 + math.hypot(*above.values()) / device,
