@@ -72,6 +72,7 @@ class ServingResult:
 
     request: Mapping[str, Any]
     engine: str
+    gpus: int  # of all copies
     fits: bool
     ttft_seconds: Spread
     tpot_seconds: Spread
@@ -137,6 +138,7 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     return ServingResult(
         request=request.to_json(),
         engine=f"{engine.title} {engine.version}".rstrip(),
+        gpus=answer.gpus,
         fits=True,
         ttft_seconds=Spread.of(ttft),
         tpot_seconds=tpot,
@@ -268,6 +270,7 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         _busy_copies(answer): bool(request.disaggregate),
         f"tokens choose experts by the distribution {request.routing} (--routing)": model.has_experts,
         "one user (--concurrency, --rate or --requests FILE for more)": alone,
+        f"{load.unanswered:,} requests of the trace have no answer and are left out": load.unanswered > 0,
         f"requests of up to {load.longest:,} tokens are longer than the {model.longest:,} of max_position_embeddings: "
         "engines take them only if they are told to": load.longest > model.longest,
         f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU":

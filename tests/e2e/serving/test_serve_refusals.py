@@ -110,6 +110,9 @@ def test_the_command_prints_the_field_words():
     assert done.exit_code == 0, done.stderr
     for word in ("TTFT", "TPOT", "ITL", "throughput", "per user", "goodput", "limited by", "memory", "cache"):
         assert f"\n{word}" in done.stdout
+    several = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--replicas", "2", "--rate", "9",
+                         "--requests", "9", "--prefix-length", "512").stdout  # fmt: skip
+    assert "on 1 x h100-sxm, 2 GPUs in all" in several and "of the prompts' tokens were in it" in several
     wrong = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--rate", "0")
     assert wrong.exit_code == 2 and wrong.stderr.count("\n") == 1
 
