@@ -47,6 +47,8 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     for key, value in asked.items():
         if value not in _STORED[key]:
             raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
+    if "experts" in asked and not model.has_experts:
+        raise InputError(f"--precision experts={asked['experts']}: {model.name} has no experts; leave it out")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     able = "float8" in machine.compute
@@ -197,6 +199,8 @@ class Deployment:
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""
         parallel = self.parallel
+        if parallel.ep > 1 and not self.model.has_experts:
+            raise InputError(f"--parallel ep={parallel.ep}: {self.model.name} has no experts; leave it out")
         for layer, _ in self.model.layers:
             heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
             if heads % parallel.attention_tp:

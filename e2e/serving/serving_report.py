@@ -76,7 +76,8 @@ def _load(result: ServingResult) -> str:
     if isinstance(asked.get("requests"), str):
         return f"{sent} of {asked['requests']} in {result.seconds:,.1f} s"
     lengths = f"{asked.get('input_length', 1024):,} + {asked.get('output_length', 256):,} tokens"
-    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{asked.get('concurrency', 1):,} users"
+    users = asked.get("concurrency", 1)
+    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{users:,} user{'s' * (users > 1)}"
     return f"{how}, {lengths}, {sent} in {result.seconds:,.1f} s"
 
 

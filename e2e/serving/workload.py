@@ -196,7 +196,7 @@ def _rows(path: Path, lines: Sequence[str]) -> Iterator[_Row]:
             row = kind.model_validate(record)
             yield row.seconds, row.prompt, row.output, (), 0
     except ValidationError as error:
-        raise InputError(f"{path}, line {number}: {explain_problems(error)}; correct it") from None
+        raise InputError(f"{path}, line {number}: {explain_problems(error)}") from None
     except csv.Error as error:
         raise InputError(f"{path}: is no CSV after line {number} ({error}); correct it") from None
 
