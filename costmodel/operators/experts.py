@@ -216,7 +216,7 @@ def _drawn(rows: int, experts: int, spread: float) -> np.ndarray:
     if rows > _MOST_DRAWN * experts:
         return _whole(rows, means[::-1])
     # Shares of the experts with 0, 1, 2 ... rows; by logarithms, as no row at all is too unlikely for a number.
-    chances, total, reached = np.log(means), [], 0.0
+    chances, total, reached = np.log(means), list[float](), 0.0
     while reached < 1 - 0.5 / experts:
         count = len(total)
         reached += float(np.exp(count * chances - means - math.lgamma(count + 1)).mean())

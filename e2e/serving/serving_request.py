@@ -121,14 +121,16 @@ class ServingRequest(ServedLoad):
         if self.disaggregate and self.replicas > 1:
             raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
         if self.disaggregate and self.router != "round-robin":
-            raise InputError("--router and --disaggregate: the copy with the fewest requests gets the next; leave one out")
+            raise InputError(
+                "--router and --disaggregate: the copy with the fewest requests gets the next; leave one out"
+            )
         said = ("rate", "input_length", "output_length", "shortest_length", "prefix_length")
         for name in said if self.trace is not None else ():
             if name in self.given_values():
                 raise InputError(f"--{name.replace('_', '-')}: {self.trace} says how requests are; leave it out")
-        if not self.prefix_length and not self.trace:
-            if self.router == "prefix" or self.prefix_share < 1 or self.prefix_groups > 1:
-                raise InputError("--router prefix, --prefix-share and --prefix-groups: give --prefix-length too")
+        begins = self.router == "prefix" or self.prefix_share < 1 or self.prefix_groups > 1
+        if begins and not self.prefix_length and not self.trace:
+            raise InputError("--router prefix, --prefix-share and --prefix-groups: give --prefix-length too")
         if self.duration is not None and self.trace is None:
             if self.requests is not None:
                 raise InputError("--requests and --duration: each says when the run ends; give one")

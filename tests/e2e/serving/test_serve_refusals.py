@@ -72,7 +72,10 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "router": "least-loaded", "disaggregate": "prefill=1,decode=1"}, "leave one out"),
         ({**BASE, "parallel": "tp=1,ep=1", "precision": "experts=fp8"}, "llama-3.1-8b has no experts"),
         ({**BASE, "gpus": 2, "parallel": "tp=2,ep=2"}, "llama-3.1-8b has no experts"),
-        ({**BASE, "speculate": "tokens=1,acceptance=1,draft=lama-3.1-8b"}, "config.json (--model-config or draft=FILE)"),
+        (
+            {**BASE, "speculate": "tokens=1,acceptance=1,draft=lama-3.1-8b"},
+            "config.json (--model-config or draft=FILE)",
+        ),
         ({**BASE, "ttft": "fast"}, "--ttft fast"),
         ({**BASE, "tpot": "40"}, "'40' is not a quantity"),
         ({**BASE, "tpot": "0ms"}, "above zero"),
