@@ -8,6 +8,7 @@ import pytest
 
 import e2e
 from costmodel.machines.cluster import load_cluster
+from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.serving_answer import deployment_of
 from e2e.serving.serving_request import ServingRequest
@@ -69,6 +70,13 @@ def test_windows_and_states_are_held_once_for_a_sequence():
     # 256 on every rank.
     states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4
     assert asked("qwen3-next-80b-a3b") == -(-states // (12 * 2 * 256 * 2))
+
+
+@pytest.mark.parametrize(("parallel", "nodes"), [("tp=8", {1}), ("tp=16", {2}), ("tp=8,pp=2", {1})])
+def test_ranks_of_several_nodes_reduce_over_the_network(parallel: str, nodes: set[int]):
+    asked = ServingRequest(model="llama-3.1-405b", gpu="h100-sxm", gpus=16, parallel=parallel)
+    work = StepPrice(deployment_of(asked)).work.rows(8, 8)
+    assert {each.operator.nodes for each in work if isinstance(each.operator, CollectiveTransfer)} == nodes
 
 
 def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
