@@ -426,17 +426,19 @@ def read_strangers(folder: Path) -> list[MeasuredServing]:
     for row in csv_rows(STRANGERS, "served runs"):
         users, count, rate = int(row["users"] or 0), int(row["requests"]), float(row["rate"] or 0)
         inputs, outputs = float(row["input_tokens"]), float(row["output_tokens"])
-        longest = 2 if row["lengths"] == "even" else 1
-        requests: int | Path = count
+        lengths: dict[str, Any] = {"requests": count}
         if row["lengths"] == "sharegpt":
-            requests = folder / f"{len(found)}.jsonl"
-            requests.write_text(_chat_trace(count, inputs, outputs, rate), encoding="utf-8")
+            lengths["requests"] = folder / f"{len(found)}.jsonl"
+            lengths["requests"].write_text(_chat_trace(count, inputs, outputs, rate), encoding="utf-8")
+        else:
+            longest = 2 if row["lengths"] == "even" else 1
+            lengths |= {"input_length": round(longest * inputs), "output_length": round(longest * outputs)}
+        if row["lengths"] == "even":
+            lengths["shortest_length"] = 0.5 / max(inputs, outputs)
         request = ServingRequest(
             model=row["model"], gpu=row["gpu"], gpus=int(row["gpus"]), parallel=row["parallel"],
             precision=row["precision"], engine=row["engine"], engine_options=row["engine_options"],
-            replicas=int(row["replicas"]), requests=requests, concurrency=None if rate else users or count,
-            input_length=round(longest * inputs), output_length=round(longest * outputs),
-            shortest_length=1.0 if longest == 1 else 1 / (longest * max(inputs, outputs)),
+            replicas=int(row["replicas"]), concurrency=None if rate else users or count, **lengths,
         )  # fmt: skip
         scales = {"ttft": ("ttft_ms", 1e-3), "tpot": ("tpot_ms", 1e-3), "throughput": ("tokens_per_second", 1.0)}
         measured = {name: float(row[column]) * scale for name, (column, scale) in scales.items() if row[column]}
