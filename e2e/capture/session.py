@@ -94,6 +94,8 @@ def _recomputing(regions: Regions) -> type:
     """
 
     class Recomputing(checkpoints._recomputation_hook):
+        pack_hook: Callable[[torch.Tensor], Any]
+
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             pack, found = self.pack_hook, False

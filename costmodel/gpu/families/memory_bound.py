@@ -105,15 +105,14 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
 def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
     """Seconds of instructions of kernels that take an operand apart element by element; 0 for others."""
-    each = 0.0
-    if isinstance(operator, Elementwise):
-        each = _BRANCHES if operator.kind == "branches" else _ONE_BY_ONE * operator.one_by_one
+    if isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
+        count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
     elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
-        each = _ONE_BY_ONE
-    if not each:
+        count = operator.elements * _ONE_BY_ONE
+    else:
         return 0.0
     chip = machine.chip()
-    return each * operator.elements / (chip.sm_count * _UNITS * chip.clock_hz)
+    return count / (chip.sm_count * _UNITS * chip.clock_hz)
 
 
 def memory_analysis(
