@@ -199,6 +199,11 @@ class ServedModel:
 
 _MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
 _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "roberta", "t5", "vit", "xlm-roberta")
+# Entries of models with layers that are not known here, and what these are.
+_UNKNOWN = {
+    "hybrid_override_pattern": "Mamba layers", "attn_layer_period": "Mamba layers", "mamba_d_state": "Mamba layers",
+    "ssm_cfg": "Mamba layers", "state_size": "Mamba layers", "block_configs": "layers of different sizes",
+}  # fmt: skip
 # Model types whose attention normalises queries and keys.
 _NORMALISED = (
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2",
@@ -227,6 +232,9 @@ def _model(config: Mapping[str, Any], source: str) -> ServedModel:
     kind = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder") or kind in _ENCODERS:
         raise InputError(f"has an encoder ({kind}); serving is modelled for decoders only")
+    unknown = next((entry for entry in _UNKNOWN if entry in config), None)
+    if unknown:
+        raise InputError(f"has {_UNKNOWN[unknown]} ({unknown}), which serving does not model")
     hidden = _number(config, "hidden_size", "n_embd", "d_model")
     kinds = _layer_kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS))
     layers = Counter(
@@ -328,11 +336,21 @@ def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | 
     )
     step = _number(config, "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
     if count < 2 or dense or (place + 1) % step:
-        inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+        inner = _number(
+            config,
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            default=4 * hidden,
+        )
         return FeedForward(inner, config.get("model_type") not in _UNGATED)
     inner = _number(config, "moe_intermediate_size", "intermediate_size")
     shared = _number(config, "shared_expert_intermediate_size", default=0)
     shared = shared or _number(config, "n_shared_experts", "num_shared_experts", default=0) * inner
+    if config.get("model_type") == "llama4_text":  # one, of which its configuration says nothing
+        shared = inner
     return Experts(
         count, _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", most=count), inner, shared
     )

@@ -60,6 +60,15 @@ def test_published_models(name: str, billions: float, stored: tuple[str, str]):
     assert (model.stored, model.stored_experts) == stored
 
 
+def test_llama_4_has_a_shared_expert_of_which_its_configuration_says_nothing():
+    scout = {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202048,
+    }  # fmt: skip
+    assert served_model(scout, "x").parameters / 1e9 == pytest.approx(107.8, rel=0.001)  # 109 with its eyes
+
+
 def test_an_unknown_name_is_told_the_nearest():
     with pytest.raises(InputError, match="did you mean deepseek-r1"):
         served("deepseek-r11")
