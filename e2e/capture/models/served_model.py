@@ -203,6 +203,9 @@ _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "
 _UNKNOWN = {
     "hybrid_override_pattern": "Mamba layers", "attn_layer_period": "Mamba layers", "mamba_d_state": "Mamba layers",
     "ssm_cfg": "Mamba layers", "state_size": "Mamba layers", "block_configs": "layers of different sizes",
+    "hybrid_layer_pattern": "layers of different sizes", "layer_group_size": "lightning attention",
+    "linear_attn_config": "Kimi's delta attention", "share_q_dim": "factorised attention",
+    "zero_expert_num": "experts that compute nothing",
 }  # fmt: skip
 # Model types whose attention normalises queries and keys.
 _NORMALISED = (
@@ -232,9 +235,13 @@ def _model(config: Mapping[str, Any], source: str) -> ServedModel:
     kind = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder") or kind in _ENCODERS:
         raise InputError(f"has an encoder ({kind}); serving is modelled for decoders only")
-    unknown = next((entry for entry in _UNKNOWN if entry in config), None)
+    unknown = {entry: what for entry, what in _UNKNOWN.items() if entry in config}
+    listed = config.get("attn_type_list")
+    if isinstance(listed, list) and 0 in listed:  # MiniMax-01
+        unknown["attn_type_list"] = "lightning attention"
     if unknown:
-        raise InputError(f"has {_UNKNOWN[unknown]} ({unknown}), which serving does not model")
+        entry, what = next(iter(unknown.items()))
+        raise InputError(f"has {what} ({entry}), which serving does not model")
     hidden = _number(config, "hidden_size", "n_embd", "d_model")
     kinds = _layer_kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS))
     layers = Counter(
@@ -329,9 +336,10 @@ def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
 
 
 def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | Experts:
-    count = _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
+    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    count = _number(config, *names, default=0, most=1 << 14)
     listed = config.get("mlp_only_layers")
-    dense = place < _number(config, "first_k_dense_replace", default=0) or (
+    dense = place < _number(config, "first_k_dense_replace", "moe_layer_start_index", default=0) or (
         isinstance(listed, list) and place in listed
     )
     step = _number(config, "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
@@ -348,11 +356,15 @@ def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | 
         return FeedForward(inner, config.get("model_type") not in _UNGATED)
     inner = _number(config, "moe_intermediate_size", "intermediate_size")
     shared = _number(config, "shared_expert_intermediate_size", default=0)
-    shared = shared or _number(config, "n_shared_experts", "num_shared_experts", default=0) * inner
+    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or _number(config, *names, default=0) * inner
     if config.get("model_type") == "llama4_text":  # one, of which its configuration says nothing
         shared = inner
     return Experts(
-        count, _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", most=count), inner, shared
+        count,
+        _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", most=count),
+        inner,
+        shared,
     )
 
 

@@ -69,6 +69,17 @@ def test_llama_4_has_a_shared_expert_of_which_its_configuration_says_nothing():
     assert served_model(scout, "x").parameters / 1e9 == pytest.approx(107.8, rel=0.001)  # 109 with its eyes
 
 
+def test_experts_of_ernie_have_names_of_their_own():
+    ernie = {
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "vocab_size": 103424, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = served_model(ernie, "ERNIE-4.5-21B-A3B")
+    assert model.parameters / 1e9 == pytest.approx(21.8, rel=0.01) and [count for _, count in model.layers] == [1, 27]
+
+
 def test_an_unknown_name_is_told_the_nearest():
     with pytest.raises(InputError, match="did you mean deepseek-r1"):
         served("deepseek-r11")

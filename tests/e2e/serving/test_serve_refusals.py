@@ -109,6 +109,7 @@ def test_an_unknown_option_of_python():
         ('{"model_type": "mamba", "hidden_size": 64}', "decoders only"),
         ('{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*"}', "has Mamba layers"),
         ('{"model_type": "nemotron-nas", "block_configs": []}', "layers of different sizes"),
+        ('{"model_type": "minimax_text_01", "attn_type_list": [0, 1]}', "lightning attention"),
     ],
 )
 def test_a_configuration_of_no_known_model(text: str, told: str, tmp_path: Path):
