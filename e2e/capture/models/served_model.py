@@ -356,8 +356,8 @@ def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | 
         return FeedForward(inner, config.get("model_type") not in _UNGATED)
     inner = _number(config, "moe_intermediate_size", "intermediate_size")
     shared = _number(config, "shared_expert_intermediate_size", default=0)
-    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    shared = shared or _number(config, *names, default=0) * inner
+    beside = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or _number(config, *beside, default=0) * inner
     if config.get("model_type") == "llama4_text":  # one, of which its configuration says nothing
         shared = inner
     return Experts(
