@@ -222,7 +222,8 @@ class Deployment:
             block = layer.block
             own = layer.mixer.parameters(hidden) / parallel.attention_tp * dense
             if isinstance(block, Experts):
-                own += 3 * hidden * (block.count * block.inner * routed + block.shared * dense) / parallel.tp
+                matrices = (3 if block.gated else 2) / parallel.tp
+                own += matrices * hidden * (block.count * block.inner * routed + block.shared * dense)
                 own += hidden * block.count * 2  # the router, on every rank
             else:
                 own += block.parameters(hidden) / parallel.tp * dense
