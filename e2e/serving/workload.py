@@ -54,13 +54,8 @@ def workload_of(request: ServingRequest) -> Workload:
     if request.trace is not None:
         load = read_trace(request.trace, request.concurrency, request.duration)
     else:
-        load = closed_loop(
-            request.input_length,
-            request.output_length,
-            request.concurrency or 1,
-            request.count,
-            request.shortest_length,
-        )
+        lengths = request.input_length, request.output_length
+        load = closed_loop(*lengths, request.concurrency or 1, request.count, request.shortest_length)
     if request.rate is not None:  # in place of users
         # As vLLM's benchmark does: scaled, so that they arrive in the time that the rate says.
         ends = np.cumsum(np.random.default_rng(3).exponential(1.0, load.count))
