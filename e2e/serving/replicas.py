@@ -13,7 +13,6 @@ import numpy as np
 from e2e.serving.schedule import Scheduler, ServedSequence
 from e2e.serving.workload import Workload
 
-
 _NEVER, _LOAD = math.inf, attrgetter("load")
 
 
