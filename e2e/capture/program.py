@@ -234,7 +234,7 @@ class StepFinder:
         if self.root is None and next(module.parameters(), None) is not None:
             self.root, self.title = id(module), type(module).__name__
         if not (self.recorder.enabled or self.recorder.leaving_out):
-            self.recorder.enabled = True
+            self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
 

@@ -9,7 +9,7 @@ imports, and those of logging, which mostly warns once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -31,15 +31,19 @@ _OF_RECORDING = (
 
 
 class CountsFunctions(Protocol):
-    """Recorder of operators, active while ``enabled``; ``functions``: those called since the last operator."""
+    """Recorder of operators, active while ``enabled``; ``functions``: those called since the last operator.
+
+    ``count``: what Python calls at each function of a thread, once the recorder has begun.
+    """
 
     enabled: bool
     functions: int
+    count: Callable[[FrameType, str, Any], None] | None
 
 
 @contextmanager
 def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
-    """Context in which ``recorder`` counts the functions that this thread calls."""
+    """Context in which ``recorder`` counts the functions that this thread calls from when it begins to record."""
     counts: dict[tuple[str, str], bool] = {}
     importing = 0
 
@@ -58,8 +62,9 @@ def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
             if counts[place] and worker._worker_info is None:
                 recorder.functions += _WEIGHTS[event]
 
-    before = sys.getprofile()
-    sys.setprofile(count)
+    before, recorder.count = sys.getprofile(), count
+    if recorder.enabled:
+        sys.setprofile(count)
     try:
         yield
     finally:
@@ -71,6 +76,16 @@ def _belongs_to_the_program(file: str, function: str) -> bool:
     if file.startswith((_OWN, "<")) or any(part in file for part in _OF_RECORDING):
         return False
     return not (file.endswith("torch/nn/modules/module.py") and function in ("_call_impl", "inner"))
+
+
+def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, inside of which functions are not counted."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with Uncounted():
+            return function(*args, **kwargs)
+
+    return called
 
 
 class Uncounted:

@@ -9,11 +9,13 @@ Ranges (``record_function``, NVTX) cost nothing here, as without a profiler: onl
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -287,8 +289,15 @@ class Recorder(TorchDispatchMode):
         self.called = 0
         # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
         self.functions, self.counting = 0, False
+        self.count: Callable[[FrameType, str, Any], None] | None = None
 
     # --- interface of the session ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin to record, and to count functions: models are made in millions of them, which do not count."""
+        self.enabled = True
+        if self.count is not None:
+            sys.setprofile(self.count)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

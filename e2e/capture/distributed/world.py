@@ -26,6 +26,7 @@ from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
+from e2e.capture.python_calls import uncounted
 from e2e.capture.recorder import Recorder
 
 
@@ -180,6 +181,9 @@ def _tensor_patches(tensor: Any) -> Iterator[tuple[Any, str, Any]]:
     yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
     yield random, "_rng_tracker", None  # state made during a capture does not outlive it
     sharding = tensor._sharding_prop.ShardingPropagator
+    # What it finds once and keeps, in thousands of functions, is no part of a steady step.
+    find = "propagate_op_sharding_non_cached"
+    yield sharding, find, uncounted(getattr(sharding, find))
     infer = "_propagate_tensor_meta_non_cached"
     yield sharding, infer, _filled_in_place(getattr(sharding, infer))
 
