@@ -470,11 +470,8 @@ def _data_parallel_patches() -> list[tuple[Any, str, Any]]:
     """Return the patches of ``nn.DataParallel``, which on one GPU only moves inputs there."""
 
     def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-        if (len(device_ids) if device_ids else torch.cuda.device_count()) > 1:
-            raise ModelError(
-                "nn.DataParallel on several GPUs of one process is not captured; start one process for each GPU, by "
-                "torchrun or an option of the program, with DistributedDataParallel, or give --gpus 1"
-            )
+        if device_ids and len(device_ids) > 1:
+            raise ModelError(f"nn.DataParallel on {len(device_ids)} GPUs: give --gpus {len(device_ids)}")
         torch.nn.Module.__init__(self)
         self.module, self.device_ids, self.output_device, self.dim = module, [0], 0, 0
 

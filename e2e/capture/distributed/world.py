@@ -24,6 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
+from e2e.capture.distributed.data_parallel import data_parallel_patches
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.python_calls import uncounted
@@ -330,6 +331,8 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
+    if place.world_size > 1:
+        yield from data_parallel_patches(recorder, dist.is_initialized)
 
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
