@@ -71,12 +71,10 @@ def data_parallel_patches(recorder: Recorder, in_job: Callable[[], bool]) -> Ite
         return [[copy.detach() for copy in copies] if detach else copies] * gpus
 
     def replicate(module: torch.nn.Module, devices: Any, detach: bool = False) -> list[torch.nn.Module]:
-        parts = sum(
-            len([*part.parameters(recurse=False), *part.buffers(recurse=False)]) + 1 for part in module.modules()
-        )
         with Uncounted():
+            parts = [*module.modules(), *module.parameters(), *module.buffers()]
             replicas = replicating.replicate(module, devices, detach)
-        recorder.functions += _FUNCTIONS_EACH * parts * gpus
+        recorder.functions += _FUNCTIONS_EACH * len(parts) * gpus
         return replicas  # type: ignore[no-any-return]
 
     def run(replicas: Any, inputs: Any, named: Any = None, devices: Any = None) -> list[Any]:

@@ -174,7 +174,8 @@ import contextlib
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 dist.init_process_group("nccl")
 half = MixedPrecision(torch.bfloat16, torch.bfloat16)
-model = FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=0, mixed_precision=half)
+place = int(os.environ["LOCAL_RANK"])
+model = FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=place, mixed_precision=half)
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 for _ in range(10):
     for number in range(9):
