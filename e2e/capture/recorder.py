@@ -349,8 +349,8 @@ class Recorder(TorchDispatchMode):
         if id(module) in self.graphed:
             self.graphs.enter()
 
-    def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
-        """End ``module``, which was entered last: called with ``given``, it ``returned``."""
+    def leave_module(self, module: torch.nn.Module, given: Any, named: Any, returned: Any) -> None:
+        """End ``module``, which was entered last: called with ``given`` and ``named``, it ``returned``."""
         if self._here.modules:
             self._here.modules.pop()
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
@@ -359,7 +359,7 @@ class Recorder(TorchDispatchMode):
             self.graphs.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
-            self._lengths.update(_lengths((given, returned)))
+            self._lengths.update([*_lengths((given, returned))] or _lengths(named))
 
     @property
     def recorded(self) -> int:

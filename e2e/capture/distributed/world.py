@@ -337,8 +337,12 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
+    gpus = dist.get_world_size()
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        count = kwargs.get("world_size", -1)
+        if count not in (-1, None, gpus):
+            raise ModelError(f"the program's process group has {count} ranks: give --gpus {count}")
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
 
     def barrier(group: Any = None, async_op: bool = False, **more: Any) -> Any:
