@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import whole_number
+from costmodel.base.units import check_number
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
@@ -17,8 +17,8 @@ from e2e.capture.models.served_model import Experts, ServedModel, named_model
 from e2e.serving.engines import Engine
 from e2e.step.options import Precision, named_counts, named_values
 
-# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
-WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
+# Bits of a stored weight, its scales included.
+WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
 _STORED = {"weights": WEIGHT_BITS, "experts": WEIGHT_BITS, "activations": ("bf16", "fp8"), "kv": CACHE_BITS}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
@@ -47,6 +47,8 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     for key, value in asked.items():
         if value not in _STORED[key]:
             raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
+    if "experts" in asked and not model.has_experts:
+        raise InputError(f"--precision experts={asked['experts']}: {model.name} has no experts; leave it out")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     able = "float8" in machine.compute
@@ -156,17 +158,14 @@ def read_speculation(text: str, model: ServedModel) -> Speculation | None:
     if not text:
         return None
     values = named_values("--speculate", text, ("tokens", "acceptance", "draft"))
-    if "tokens" not in values or "acceptance" not in values:
-        raise InputError(f"--speculate {text}: write tokens=3,acceptance=0.7, and draft=MODEL for a draft model")
-    tokens = whole_number(values["tokens"]) or 0
-    if not 1 <= tokens <= _MOST_TOKENS:
-        raise InputError(f"--speculate tokens={values['tokens']}: must be a whole number from 1 to {_MOST_TOKENS}")
     try:
-        acceptance = float(values["acceptance"])
-    except ValueError:
-        acceptance = -1.0
-    if not 0 <= acceptance <= 1:
-        raise InputError(f"--speculate acceptance={values['acceptance']}: must be a number from 0 to 1")
+        tokens, acceptance = int(values["tokens"]), float(values["acceptance"])
+    except (KeyError, ValueError):
+        raise InputError(
+            f"--speculate {text}: write tokens=3,acceptance=0.7, and draft=MODEL for a draft model"
+        ) from None
+    check_number("speculate tokens", tokens, 1, _MOST_TOKENS)
+    check_number("speculate acceptance", acceptance, 0, 1)
     if "draft" in values:
         return Speculation(tokens, acceptance, named_model(values["draft"]))
     if not model.predicting:
@@ -197,6 +196,8 @@ class Deployment:
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""
         parallel = self.parallel
+        if parallel.ep > 1 and not self.model.has_experts:
+            raise InputError(f"--parallel ep={parallel.ep}: {self.model.name} has no experts; leave it out")
         for layer, _ in self.model.layers:
             heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
             if heads % parallel.attention_tp:
@@ -218,7 +219,8 @@ class Deployment:
             block = layer.block
             own = layer.mixer.parameters(hidden) / parallel.attention_tp * dense
             if isinstance(block, Experts):
-                own += 3 * hidden * (block.count * block.inner * routed + block.shared * dense) / parallel.tp
+                matrices = (3 if block.gated else 2) / parallel.tp
+                own += matrices * hidden * (block.count * block.inner * routed + block.shared * dense)
                 own += hidden * block.count * 2  # the router, on every rank
             else:
                 own += block.parameters(hidden) / parallel.tp * dense

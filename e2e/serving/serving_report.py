@@ -28,6 +28,8 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
     """Names and texts of the figures, in the field's words."""
     asked, step, prefill = result.request, result.decode_step, result.prefill_step
     low, high = result.output_tokens_per_second_interval
+    sure = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
+    preempted, hits = result.cache["preempted"], result.prefix_hit_rate
     lines = [
         ("deployment", _deployment(result)),
         ("load", _load(result)),
@@ -35,7 +37,7 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
         ("TPOT", _latency(result.tpot_seconds, result.tpot_interval_seconds)),
         ("ITL", _latency(result.itl_seconds)),
         ("request", _latency(result.request_seconds)),
-        ("throughput", f"{result.output_tokens_per_second:,.0f} output tokens/s ({low:,.0f} to {high:,.0f}), "
+        ("throughput", f"{result.output_tokens_per_second:,.0f} output tokens/s{sure}, "
                        f"{result.output_tokens_per_second_per_gpu:,.0f} per GPU; "
                        f"{result.requests_per_second:.3g} requests/s"),
         ("per user", f"{result.tokens_per_second_per_user:.1f} tokens/s"),
@@ -52,7 +54,9 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
         ("memory", ", ".join(f"{name.removesuffix('_bytes')} {value / 1e9:.3g} GB"
                              for name, value in result.memory.items())),
         ("cache", f"{result.cache['tokens']:,} tokens, {result.cache['used_share']:.0%} in use "
-                  f"({result.cache['most_used_share']:.0%} at most)"),
+                  f"({result.cache['most_used_share']:.0%} at most)"
+                  + f", {preempted:,} sequences preempted" * bool(preempted)
+                  + ("" if hits is None else f"; {hits:.0%} of the prompts' tokens were in it")),
         ("prices", _shares(result.coverage)),
     ]  # fmt: skip
     return lines + [("note", text) for text in result.notes]
@@ -60,9 +64,10 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
 
 def _deployment(result: ServingResult) -> str:
     asked = result.request
-    spread = f" ({asked['parallel']})" if "parallel" in asked else ""
-    model = asked.get("model") or asked["model_config"]
-    return f"{model} on {asked.get('gpus', 1)} x {asked['gpu']}{spread}, {result.engine}"
+    gpus, model = asked.get("gpus", 1), asked.get("model") or asked["model_config"]
+    told = "; ".join(asked[name] for name in ("parallel", "disaggregate", "speculate") if name in asked)
+    told = f" ({told})" * bool(told) + f", {result.gpus} GPUs in all" * (result.gpus != gpus)
+    return f"{model} on {gpus} x {asked['gpu']}{told}, {result.engine}"
 
 
 def _load(result: ServingResult) -> str:
@@ -71,7 +76,8 @@ def _load(result: ServingResult) -> str:
     if isinstance(asked.get("requests"), str):
         return f"{sent} of {asked['requests']} in {result.seconds:,.1f} s"
     lengths = f"{asked.get('input_length', 1024):,} + {asked.get('output_length', 256):,} tokens"
-    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{asked.get('concurrency', 1):,} users"
+    users = asked.get("concurrency", 1)
+    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{users:,} user{'s' * (users > 1)}"
     return f"{how}, {lengths}, {sent} in {result.seconds:,.1f} s"
 
 
@@ -102,33 +108,11 @@ Curve = Sequence[tuple[int, ServingResult]]
 
 def write_serving_page(answer: ServingAnswer, result: ServingResult, path: Path) -> None:
     """Write the page, for which more loads are predicted; ``OutputError`` if it cannot be written."""
-    write_page(path, serving_page(result, users_curve(answer)))
-
-
-def users_curve(answer: ServingAnswer) -> Curve:
-    """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
-    request, load = answer.request, answer.workload
-    alike = replace(request, rate=None, duration=None, requests=None)
-    if request.trace:
-        inputs, outputs = round(float(load.inputs.mean())), round(float(load.outputs.mean()))
-        alike = replace(alike, input_length=inputs, output_length=outputs, shortest_length=1.0)
-    tokens = float((load.inputs + load.outputs).mean())
-    most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
-    # The last one waits.
-    most = min(most, 2 * answer.most_sequences, int(4 * answer.room.tokens / tokens))
-    found = []
-    for users in (1 << power for power in range(max(most, 1).bit_length())):
-        served = serve(replace(alike, concurrency=users, requests=4 * users), answer.tables)
-        found.append((users, serving_result(served, with_table_error=False)))
-    return found
-
-
-def serving_page(result: ServingResult, curve: Curve) -> str:
-    """Return the HTML text."""
+    curve = users_curve(answer)
     steps = [(f"{name} step, {_time(step.seconds)}", {**step.parts, "host": step.host_seconds})
              for name, step in (("Decoding", result.decode_step), ("Prompts'", result.prefill_step))]  # fmt: skip
     names = dict.fromkeys(name for _, parts in steps for name in parts)
-    return render(
+    page = render(
         "e2e.serving/serving.html",
         result=result,
         title=_deployment(result),
@@ -148,6 +132,25 @@ def serving_page(result: ServingResult, curve: Curve) -> str:
         memory={name: result.memory[f"{name}_bytes"] for name in _MEMORY_COLOURS},
         memory_colours=_MEMORY_COLOURS,
     )  # fmt: skip
+    write_page(path, page)
+
+
+def users_curve(answer: ServingAnswer) -> Curve:
+    """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
+    request, load = answer.request, answer.workload
+    alike: dict[str, Any] = {"rate": None, "duration": None}
+    if request.trace:  # requests are then all alike, and begin with nothing in common
+        lengths = {"input_length": load.inputs, "output_length": load.outputs}
+        alike |= {name: round(float(each.mean())) for name, each in lengths.items()} | {"router": "round-robin"}
+    tokens = float((load.inputs + load.outputs).mean())
+    most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
+    # The last one waits.
+    most = min(most, 2 * answer.most_sequences, int(4 * answer.room.tokens / tokens))
+    found = []
+    for users in (1 << power for power in range(max(most, 1).bit_length())):
+        served = serve(replace(request, concurrency=users, requests=4 * users, **alike), answer.tables)
+        found.append((users, serving_result(served, with_table_error=False)))
+    return found
 
 
 def _draw_frontier(axes: Any, result: ServingResult, curve: Curve) -> None:

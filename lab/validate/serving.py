@@ -37,6 +37,7 @@ _CONFIGS = {
     "Mistral-7B-v0.1": "mistral-7b", "Llama-2-7B": "llama-2-7b", "Llama-2-70B": "llama-2-70b",
     "Llama-3.1-8B": "llama-3.1-8b",
 }  # fmt: skip
+_MIXTURES = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B-FP8")
 _WEIGHTS = {"fp8_block": "fp8-block", "fp16": "bf16", "int8_wo": "int8", "int4_wo_g32": "int4"}
 
 
@@ -58,7 +59,9 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
     path = data / FOLDER / "silicon.csv.gz"
     found = []
     for row in csv_rows(path, "serving rows"):
-        precision = f"weights={_weights(row['weights'])},experts={_weights(row['expert_weights'])}"
+        precision = f"weights={_weights(row['weights'])}"
+        if row["model"] in _MIXTURES:
+            precision += f",experts={_weights(row['expert_weights'])}"
         if row["model"] == "DeepSeek-R1":
             precision = "weights=fp8-block,experts=fp8-block"
         if row["engine"] == "trtllm" and row["weights"].startswith("fp8"):
@@ -191,7 +194,16 @@ def answered(row: MeasuredServing) -> ServingAnswer:
     from e2e.serving.serving_answer import serve
 
     asked = row.request
-    key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
+    key = (
+        asked.gpu,
+        asked.model,
+        asked.model_config,
+        asked.gpus,
+        asked.parallel,
+        asked.engine,
+        asked.precision,
+        asked.routing,
+    )
     return serve(asked, _TABLES.setdefault(key, {}))
 
 

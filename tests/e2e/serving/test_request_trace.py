@@ -51,13 +51,14 @@ def test_formats(tmp_path, text, arrivals, inputs, outputs):
 
 def test_prefixes_and_priorities(tmp_path):
     load = read_trace(written(tmp_path, MOONCAKE))
-    assert load.prefixes == ((46, 47), (46, 48)) and load.prefix_block == 512
+    assert load.prefixes == [(46, 47), (46, 48)] and load.prefix_block == 512
     assert load.priorities is not None and load.priorities.tolist() == [0, 1]
     assert read_trace(written(tmp_path, AZURE)).prefixes is None
 
 
 def test_a_part_of_a_trace_and_its_lengths_alone(tmp_path):
     path = written(tmp_path, BURST)
+    assert read_trace(path).unanswered == 1
     assert read_trace(path, duration=60.0).count == 1
     closed = read_trace(path, concurrency=8)
     assert closed.arrivals is None and closed.concurrency == 2

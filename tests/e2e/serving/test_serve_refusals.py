@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,21 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "requests": 10**7}, "at most 1,000,000"),
         ({**BASE, "requests": "none.csv"}, "none.csv: cannot be read"),
         ({**BASE, "rate": 1.0, "requests": "none.csv"}, "leave it out"),
+        ({**BASE, "requests": "-4"}, "--requests -4: must be a whole number, 1 or more, or the file"),
+        ({**BASE, "requests": "1e3"}, "--requests 1e3: must be a whole number, 1 or more, or the file"),
+        ({**BASE, "requests": "none.csv", "input_length": 8}, "--input-length: none.csv says how requests are"),
+        ({**BASE, "requests": "none.csv", "prefix_length": 8}, "--prefix-length: none.csv says how requests are"),
+        ({**BASE, "prefix_share": 0.5}, "give --prefix-length too"),
+        ({**BASE, "router": "prefix", "replicas": 2}, "give --prefix-length too"),
+        ({**BASE, "router": "least-loaded", "disaggregate": "prefill=1,decode=1"}, "leave one out"),
+        ({**BASE, "parallel": "tp=1,ep=1", "precision": "experts=fp8"}, "llama-3.1-8b has no experts"),
+        ({**BASE, "gpus": 2, "parallel": "tp=2,ep=2"}, "llama-3.1-8b has no experts"),
+        (
+            {**BASE, "speculate": "tokens=1,acceptance=1,draft=lama-3.1-8b"},
+            "config.json (--model-config or draft=FILE)",
+        ),
         ({**BASE, "ttft": "fast"}, "--ttft fast"),
+        ({**BASE, "tpot": "40"}, "'40' is not a quantity"),
         ({**BASE, "tpot": "0ms"}, "above zero"),
         ({**BASE, "routing": "chaos"}, "--routing 'chaos'"),
     ],
@@ -86,13 +101,23 @@ def test_an_unknown_option_of_python():
         e2e.serve("llama-3.1-8b", gpu="h100-sxm", batch_size=4)
 
 
-def test_a_configuration_of_no_model(tmp_path):
-    for text, told in (("{", "not valid JSON"), ("[1]", "must have a model_type"),
-                       ('{"model_type": "mamba", "hidden_size": 64}', "decoders only")):  # fmt: skip
-        path = tmp_path / "config.json"
-        path.write_text(text)
-        with pytest.raises(ProjectError, match=told):
-            e2e.serve(model_config=path, gpu="h100-sxm")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must have a model_type"),
+        ('{"model_type": "mamba", "hidden_size": 64}', "decoders only"),
+        ('{"model_type": "jamba", "attn_layer_period": 8}', "has Mamba layers"),
+        ('{"model_type": "nemotron_h", "hidden_size": 64, "hybrid_override_pattern": "MX"}', "hybrid_override_pattern"),
+        ('{"model_type": "nemotron-nas", "block_configs": []}', "layers of different sizes"),
+        ('{"model_type": "minimax_text_01", "attn_type_list": [0, 1]}', "lightning attention"),
+    ],
+)
+def test_a_configuration_of_no_known_model(text: str, told: str, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ProjectError, match=told):
+        e2e.serve(model_config=path, gpu="h100-sxm")
 
 
 def test_what_does_not_fit_says_how_much_is_missing():
@@ -110,6 +135,9 @@ def test_the_command_prints_the_field_words():
     assert done.exit_code == 0, done.stderr
     for word in ("TTFT", "TPOT", "ITL", "throughput", "per user", "goodput", "limited by", "memory", "cache"):
         assert f"\n{word}" in done.stdout
+    several = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--replicas", "2", "--rate", "9",
+                         "--requests", "9", "--prefix-length", "512").stdout  # fmt: skip
+    assert "on 1 x h100-sxm, 2 GPUs in all" in several and "of the prompts' tokens were in it" in several
     wrong = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--rate", "0")
     assert wrong.exit_code == 2 and wrong.stderr.count("\n") == 1
 
