@@ -70,7 +70,7 @@ class AccumulatedPasses:
 
     def _pass(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        key = key_of(module, args, kwargs)
+        key = (key_of(module, args, kwargs), _synchronizes(module))
         if not recorder.leaving_out and recorder.finished_passes > self._passes:
             self._passes, self._last, self._now = recorder.finished_passes, self._now, {}
             if self.leaving_out and key in self._last and self._is_equal(args, kwargs):
@@ -79,7 +79,7 @@ class AccumulatedPasses:
         if recorder.leaving_out and key in self._last:
             return self._imitated(self._last[key])
         outputs = call(module, *args, **kwargs)
-        if key is not None and is_plain(outputs) and not recorder.leaving_out:
+        if key[0] is not None and is_plain(outputs) and not recorder.leaving_out:
             self._now[key] = outputs
         return outputs
 
@@ -107,6 +107,17 @@ class AccumulatedPasses:
         for place, tensor in zip(places, connected, strict=True):
             found[place] = tensor
         return tree_unflatten(found, form)
+
+
+def _synchronizes(module: torch.nn.Module) -> bool | None:
+    """False if DDP or FSDP1 accumulates gradients in this pass, for which the optimizer has no use; True if it reduces
+    them, None without these.
+    """
+    for part in (module, *module.children()):
+        for name in ("require_backward_grad_sync", "_sync_gradients"):
+            if hasattr(part, name):
+                return bool(getattr(part, name))
+    return None
 
 
 class _Imitation(torch.autograd.Function):

@@ -225,6 +225,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
+        (torch.Tensor, "share_memory_", _shared(torch.Tensor.share_memory_)),
         (torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)),
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
@@ -253,6 +254,10 @@ def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
         (checkpoint, "_infer_device_type", lambda *args: "cuda"),
         (checkpoint, "_allowed_determinism_checks_to_fns", checks),
     ]
+
+
+def _shared(share: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor if tensor.is_cuda else share(tensor)  # processes share the memory of the GPU as it is
 
 
 def _copied(copy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -470,11 +475,8 @@ def _data_parallel_patches() -> list[tuple[Any, str, Any]]:
     """Return the patches of ``nn.DataParallel``, which on one GPU only moves inputs there."""
 
     def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-        if (len(device_ids) if device_ids else torch.cuda.device_count()) > 1:
-            raise ModelError(
-                "nn.DataParallel on several GPUs of one process is not captured; start one process for each GPU, by "
-                "torchrun or an option of the program, with DistributedDataParallel, or give --gpus 1"
-            )
+        if device_ids and len(device_ids) > 1:
+            raise ModelError(f"nn.DataParallel on {len(device_ids)} GPUs: give --gpus {len(device_ids)}")
         torch.nn.Module.__init__(self)
         self.module, self.device_ids, self.output_device, self.dim = module, [0], 0, 0
 

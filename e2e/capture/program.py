@@ -14,12 +14,13 @@ import os
 import pickle
 import resource
 import runpy
+import signal
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -234,7 +235,7 @@ class StepFinder:
         if self.root is None and next(module.parameters(), None) is not None:
             self.root, self.title = id(module), type(module).__name__
         if not (self.recorder.enabled or self.recorder.leaving_out):
-            self.recorder.enabled = True
+            self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
 
@@ -326,6 +327,7 @@ class StepFinder:
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
         told = "the last before the program ended"
+        told += "; its optimizer took no step" if self.optimizers and not self.steps else ""
         told += "" if self.whole else "; its last passes are taken as those before them, run it for more steps"
         self._finish(self.step, len(self.digests) or 1, told)
 
@@ -473,6 +475,20 @@ def _start(launch: Launch, hub: Hub) -> None:
         raise ModelError(missing) from None
 
 
+def end_started(process: int) -> None:
+    """End the processes that ``process`` has started, also in sessions of their own, and those that they have."""
+    parents: dict[int, int] = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            parents[int(place.parent.name)] = int(place.read_text(errors="replace").rpartition(")")[2].split()[1])
+    found = [process]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    for each in found[1:]:
+        with suppress(OSError):
+            os.kill(each, signal.SIGKILL)
+
+
 def main(job_file: str, answer_file: str) -> None:
     """Run the job in ``job_file``; the step, or the error, is written to ``answer_file``."""
     with open(job_file, "rb") as file:
@@ -486,6 +502,7 @@ def main(job_file: str, answer_file: str) -> None:
         if os.getpid() == process:
             with open(answer_file, "wb") as file:
                 pickle.dump(found, file)
+            end_started(process)
         sys.stdout.flush()
         sys.stderr.flush()
         _end_process(0)

@@ -22,7 +22,7 @@ from e2e.capture.distributed.distributed_capture import CapturedRank, Distribute
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import PAUSE_SECONDS, Evaluation, FoundStep, ProgramJob, WaitingRank
+from e2e.capture.program import PAUSE_SECONDS, Evaluation, FoundStep, ProgramJob, WaitingRank, end_started
 from e2e.step.options import StepOptions
 
 # Bytes of a program's output that are shown.
@@ -184,6 +184,7 @@ def _show(output: IO[bytes]) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and those that it has started, such as workers of data loaders."""
+    end_started(process.pid)
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

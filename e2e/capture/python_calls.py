@@ -8,8 +8,9 @@ imports, and those of logging, which mostly warns once.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,6 +21,9 @@ from torch.utils.data._utils import worker
 _MAIN = "__main__"
 # A function in C, such as one that sets an attribute, counts as two: so modules and FSDP's hooks agree best.
 _WEIGHTS = {"call": 1, "c_call": 2}
+# Calls of functions in C from one place in one frame that count: loops over tokens, such as `[int(each) for ...]`, take
+# a hundredth of that time for each, and loops over the parameters of a layer are shorter. The same goes for generators.
+_MOST_REPEATED = 16
 _OWN = str(Path(__file__).parents[1])
 # Parts of PyTorch that find shapes of results or hand operators to a recorder, and what this capture uses itself.
 _OF_RECORDING = (
@@ -31,16 +35,22 @@ _OF_RECORDING = (
 
 
 class CountsFunctions(Protocol):
-    """Recorder of operators, active while ``enabled``; ``functions``: those called since the last operator."""
+    """Recorder of operators, active while ``enabled``; ``functions``: those called since the last operator.
+
+    ``count``: what Python calls at each function of a thread, once the recorder has begun.
+    """
 
     enabled: bool
     functions: int
+    count: Callable[[FrameType, str, Any], None] | None
 
 
 @contextmanager
 def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
-    """Context in which ``recorder`` counts the functions that this thread calls."""
+    """Context in which ``recorder`` counts the functions that this thread calls from when it begins to record."""
     counts: dict[tuple[str, str], bool] = {}
+    # Frame -> place of a call in it -> functions in C that it has called.
+    sites: dict[int, dict[int, int]] = {}
     importing = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -54,12 +64,22 @@ def counted_functions(recorder: CountsFunctions) -> Iterator[None]:
         elif event in _WEIGHTS and recorder.enabled and not importing:
             place = frame.f_code.co_filename, frame.f_code.co_name
             if place not in counts:
-                counts[place] = _belongs_to_the_program(*place)
-            if counts[place] and worker._worker_info is None:
-                recorder.functions += _WEIGHTS[event]
+                generates = frame.f_code.co_flags & inspect.CO_GENERATOR
+                counts[place] = not generates and _belongs_to_the_program(*place)
+            if not counts[place] or worker._worker_info is not None:
+                return
+            if event == "call":
+                sites[id(frame)] = {}
+            else:
+                here, site = sites.setdefault(id(frame), {}), frame.f_lasti
+                here[site] = here.get(site, 0) + 1
+                if here[site] > _MOST_REPEATED:
+                    return
+            recorder.functions += _WEIGHTS[event]
 
-    before = sys.getprofile()
-    sys.setprofile(count)
+    before, recorder.count = sys.getprofile(), count
+    if recorder.enabled:
+        sys.setprofile(count)
     try:
         yield
     finally:
@@ -71,6 +91,16 @@ def _belongs_to_the_program(file: str, function: str) -> bool:
     if file.startswith((_OWN, "<")) or any(part in file for part in _OF_RECORDING):
         return False
     return not (file.endswith("torch/nn/modules/module.py") and function in ("_call_impl", "inner"))
+
+
+def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, inside of which functions are not counted."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with Uncounted():
+            return function(*args, **kwargs)
+
+    return called
 
 
 class Uncounted:

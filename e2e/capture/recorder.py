@@ -9,11 +9,13 @@ Ranges (``record_function``, NVTX) cost nothing here, as without a profiler: onl
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -287,8 +289,15 @@ class Recorder(TorchDispatchMode):
         self.called = 0
         # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
         self.functions, self.counting = 0, False
+        self.count: Callable[[FrameType, str, Any], None] | None = None
 
     # --- interface of the session ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin to record, and to count functions: models are made in millions of them, which do not count."""
+        self.enabled = True
+        if self.count is not None:
+            sys.setprofile(self.count)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -340,8 +349,8 @@ class Recorder(TorchDispatchMode):
         if id(module) in self.graphed:
             self.graphs.enter()
 
-    def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
-        """End ``module``, which was entered last: called with ``given``, it ``returned``."""
+    def leave_module(self, module: torch.nn.Module, given: Any, named: Any, returned: Any) -> None:
+        """End ``module``, which was entered last: called with ``given`` and ``named``, it ``returned``."""
         if self._here.modules:
             self._here.modules.pop()
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
@@ -350,7 +359,7 @@ class Recorder(TorchDispatchMode):
             self.graphs.leave()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
-            self._lengths.update(_lengths((given, returned)))
+            self._lengths.update([*_lengths((given, returned))] or _lengths(named))
 
     @property
     def recorded(self) -> int:

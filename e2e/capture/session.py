@@ -285,7 +285,7 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
 @contextmanager
 def _module_paths(recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(lambda module, inputs: recorder.enter_module(module))
-    after = register_module_forward_hook(recorder.leave_module, always_call=True)
+    after = register_module_forward_hook(recorder.leave_module, with_kwargs=True, always_call=True)
     try:
         with warnings.catch_warnings():
             # PyTorch warns about these hooks for a module that a script compiles.

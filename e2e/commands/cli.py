@@ -41,6 +41,10 @@ def with_command(words: list[str]) -> list[str]:
     if "--" not in words:
         return words
     place = words.index("--")
+    if words[:1] != ["predict"]:
+        said = "takes no program; for each GPU type: e2e predict --gpu GPU -- COMMAND"
+        print(f"error: {words[0]}: {said}", file=sys.stderr)
+        raise SystemExit(2)
     return [*words[:place], *(f"--command={word}" for word in words[place + 1 :])]
 
 

@@ -20,6 +20,11 @@ from e2e.sources.requests import Program
 from e2e.sources.user_script import seen_gpu, step_of_ranks
 from e2e.step.options import StepOptions
 
+ALONE = (
+    "no launcher: the program finds the environment of torchrun; of what has several GPUs in one process, "
+    "nn.DataParallel alone is known"
+)
+
 
 def prepare(request: Program) -> PreparedStep:
     """Prepare a steady step of the program; ranks that run the same operators are captured once.
@@ -46,7 +51,8 @@ def prepare(request: Program) -> PreparedStep:
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
     apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]
-    return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart))
+    alone = (ALONE,) if gpus > 1 and not launch.launcher else ()
+    return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
 
 
 def _evaluation_told(

@@ -93,7 +93,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
         with reporting(script.reference):
             for _ in range(communication.settling):
                 workload.step()
-            recorder.enabled = True
+            recorder.begin()
             workload.step()
         recorder.enabled = False
         groups = dict(communication.groups.ranks)

@@ -124,6 +124,8 @@ def _program_of(command: Any) -> Launch | None:
 
 def _spawn(place: RankPlace) -> Any:
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
+        if nprocs != min(place.gpus_per_node, place.world_size):
+            raise ModelError(f"the program starts {nprocs} processes: give --gpus {nprocs}")
         fn(place.rank % nprocs, *args)
 
     return spawn

@@ -24,8 +24,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
+from e2e.capture.distributed.data_parallel import data_parallel_patches
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
+from e2e.capture.python_calls import uncounted
 from e2e.capture.recorder import Recorder
 
 
@@ -180,6 +182,9 @@ def _tensor_patches(tensor: Any) -> Iterator[tuple[Any, str, Any]]:
     yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
     yield random, "_rng_tracker", None  # state made during a capture does not outlive it
     sharding = tensor._sharding_prop.ShardingPropagator
+    # What it finds once and keeps, in thousands of functions, is no part of a steady step.
+    find = "propagate_op_sharding_non_cached"
+    yield sharding, find, uncounted(getattr(sharding, find))
     infer = "_propagate_tensor_meta_non_cached"
     yield sharding, infer, _filled_in_place(getattr(sharding, infer))
 
@@ -326,12 +331,18 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
+    if place.world_size > 1:
+        yield from data_parallel_patches(recorder, dist.is_initialized)
 
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
+    gpus = dist.get_world_size()
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        count = kwargs.get("world_size", -1)
+        if count not in (-1, None, gpus):
+            raise ModelError(f"the program's process group has {count} ranks: give --gpus {count}")
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
 
     def barrier(group: Any = None, async_op: bool = False, **more: Any) -> Any:

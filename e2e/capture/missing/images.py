@@ -223,7 +223,7 @@ def _search(original: Any, folder: Path, note: Note) -> Any:
     return search
 
 
-# torchvision's data: mode and size of an image, classes, images of the training part.
+# torchvision's data: mode and size of an image, classes (0: of each pixel), images of the training part.
 _IMAGES: dict[str, tuple[str, tuple[int, int], int, int]] = {
     "MNIST": ("L", (28, 28), 10, 60_000),
     "FashionMNIST": ("L", (28, 28), 10, 60_000),
@@ -239,6 +239,8 @@ _IMAGES: dict[str, tuple[str, tuple[int, int], int, int]] = {
     "OxfordIIITPet": ("RGB", (500, 375), 37, 3_680),
     "Food101": ("RGB", (512, 512), 101, 75_750),
     "CelebA": ("RGB", (178, 218), 10_177, 162_770),
+    "VOCSegmentation": ("RGB", (500, 375), 0, 1_464),
+    "SBDataset": ("RGB", (500, 375), 0, 8_498),
     "LSUN": ("RGB", (256, 256), 10, 3_033_042),
 }
 
@@ -273,7 +275,7 @@ def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, i
             tested = given.get("train") is False or given.get("split") in ("val", "valid", "test")
             self.length = min(length, 10_000) if tested else length
             note(f"torchvision's {name} is not in {root}: {self.length:,} empty images of {size[0]}x{size[1]}")
-            self.root, self.transform = root, given.get("transform")
+            self.root, self.transform, self.transforms = root, given.get("transform"), given.get("transforms")
             self.target_transform = given.get("target_transform")
             self.classes = [str(number) for number in range(classes)]
 
@@ -298,7 +300,10 @@ def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, i
                 return super().__getitem__(place)
             if not 0 <= place < self.length:
                 raise IndexError(place)
-            image, target = import_module("PIL.Image").new(mode, size), place % classes
+            picture = import_module("PIL.Image").new
+            image, target = picture(mode, size), place % classes if classes else picture("L", size)
+            if self.transforms is not None:
+                return self.transforms(image, target)
             if self.transform is not None:
                 image = self.transform(image)
             return image, target if self.target_transform is None else self.target_transform(target)

@@ -167,6 +167,51 @@ after = lambda: model.clip_grad_norm_(1.0)
     assert found.multiplicity == {0: 1} and names(found.traces[0])["aten::addmm"] == 1
 
 
+def test_gradients_of_fsdp1_are_reduced_in_the_first_step_too(tmp_path):
+    """Of many accumulated passes the last one, which reduces them to the optimizer's type, is not left out."""
+    program = f"""{HEAD}
+import contextlib
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+dist.init_process_group("nccl")
+half = MixedPrecision(torch.bfloat16, torch.bfloat16)
+place = int(os.environ["LOCAL_RANK"])
+model = FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=place, mixed_precision=half)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+for _ in range(10):
+    for number in range(9):
+        with model.no_sync() if number < 8 else contextlib.nullcontext():
+            model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    (trace,) = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4).traces
+    assert names(trace)["c10d::_reduce_scatter_base_"] == 1
+    assert trace.repeated is not None and trace.repeated.more == 3
+
+
+def test_data_parallel_on_several_gpus(tmp_path):
+    program = f"""{HEAD}
+model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).cuda())
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(10):
+    output = model(torch.randn(10, 64, device="cuda"))
+    assert output.shape == (10, 64)
+    optimizer.zero_grad()
+    output.sum().backward()
+    optimizer.step()
+"""
+    found = captured(tmp_path, program, "python train.py", 4)
+    (trace,), calls = found.traces, names(found.traces[0])
+    assert found.multiplicity == {0: 4} and found.samples == 3
+    products = [call for call in trace.calls if call.name == "aten::addmm"]
+    assert [call.inputs[1].shape for call in products] == [(3, 64)]
+    # Parameters, and buffers of two types; inputs, and gradients of outputs; outputs.
+    moved = calls["c10d::broadcast_"], calls["c10d::scatter_"], calls["c10d::gather_"], calls["c10d::reduce_"]
+    assert moved == (3, 2, 1, 1)
+    with pytest.raises(ModelError, match="DataParallel on 2 GPUs: give --gpus 2"):
+        captured(tmp_path, program.replace("cuda())", "cuda(), [0, 1])"), "python train.py", 1)
+
+
 def test_deepspeed_by_its_launcher(tmp_path):
     program = """
 import argparse, torch, deepspeed

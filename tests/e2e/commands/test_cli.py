@@ -102,6 +102,11 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, request, arguments
     assert ("Traceback" in done.stderr) == ("SCRIPT:broken" in arguments)  # where the user's own script fails
 
 
+def test_only_predict_takes_a_program(capsys):
+    done = called(capsys, ["sweep", "--gpu", "l4", "--gpus", "1", "--", "python", "train.py"])
+    assert done.returncode == 2 and done.stderr.startswith("error: sweep: takes no program")
+
+
 TRACES = data_folder() / "traces" / "linear_2080Ti"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -311,6 +312,7 @@ def test_files_are_as_they_were_and_output_has_an_end(tmp_path: Path, capfd: pyt
 
 HABITS = """
 import os
+import subprocess
 import threading
 
 import torch
@@ -327,6 +329,8 @@ torch.cuda.default_generators[0].set_state(state)
 os.chdir("/")
 if os.fork() == 0:
     os._exit(0)
+left = subprocess.Popen(["sleep", "300"], start_new_session=True)
+print("started", left.pid)
 thread = threading.Thread(target=print, args=("from a thread",))
 thread.start()
 thread.join()
@@ -347,6 +351,8 @@ def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     found = run(folder, "python habits.py")
     assert "aten::erf" in found.breakdown["by_operator"]
     said = capfd.readouterr().err
+    left = Path("/proc", re.search(r"started (\d+)", said)[1], "cmdline")  # ended, though in a session of its own
+    assert not left.exists() or b"sleep" not in left.read_bytes()
     assert "{'loss': tensor(1.0, device='cuda:0')}" in said and "size=(64, 64), dtype=torch.float32)" in said
 
 
