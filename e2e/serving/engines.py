@@ -62,6 +62,7 @@ class Engine:
     launch: _Seconds  # per kernel that is launched without a graph
     version: str = ""
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
+    overlaps: bool = False  # the next step is planned while one runs: who arrives meanwhile waits for both
     shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
     # Where a recipe sets the token budget to one prompt, this, and one token per user (0: ``token_budget`` stands).
     beside_prompt: int = 0
