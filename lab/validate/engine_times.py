@@ -76,7 +76,8 @@ def row_line(row: MeasuredServing) -> RowLine | None:
     """The line of one row; ``None`` if it cannot be answered."""
 
     def answer(**seconds: float) -> Mapping[str, float]:
-        options = ",".join(f"{name}={value:.9f} s" for name, value in seconds.items())
+        times = [f"{name}={value:.9f} s" for name, value in seconds.items()]
+        options = ",".join(filter(None, [row.request.engine_options, *times]))
         return quantities(answered(replace(row, request=replace(row.request, engine_options=options))))
 
     try:
