@@ -66,6 +66,8 @@ class Engine:
     shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
     # Where a recipe sets the token budget to one prompt, this, and one token per user (0: ``token_budget`` stands).
     beside_prompt: int = 0
+    user_slots: bool = False  # a recipe sets ``sequences`` to the users
+    idle_slots: int = 0  # of ``sequences``, which are never used
     # Factors, each way, within which 80 % of the means of measured runs lie, beside the errors of their kernels.
     band_tpot: float = 1.12
     band_ttft: float = 1.65
@@ -95,6 +97,8 @@ def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) 
             values |= changed
     if values.get("beside_prompt"):
         values["token_budget"] = prompt + values["beside_prompt"] + users
+    if values.get("user_slots") and users:
+        values["sequences"] = users
     asked = named_values("--engine-options", options, _OPTIONS)
     values |= {key.replace("-", "_"): value for key, value in asked.items()}
     try:

@@ -195,7 +195,7 @@ class Scheduler:
         if not active:
             return True
         each, room, policy = self.waiting[0][1], self.room, self.engine.admission
-        if active >= self.engine.sequences * self.copies or self.full:
+        if active >= (self.engine.sequences - self.engine.idle_slots) * self.copies or self.full:
             return False
         if policy == "no-evict":
             return self.promised + self._whole(each) <= room
