@@ -33,7 +33,7 @@ _Seconds = Annotated[float, Quantity("s", above_zero=False, most=60)]
 # Values that a user may set.
 _OPTIONS = (
     "schedule", "admission", "token-budget", "sequences", "graph-sequences", "memory-share", "block", "server", "step",
-    "sequence", "launch",
+    "sequence", "launch", "stream",
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ class Engine:
     step: _Seconds  # seconds of the host per step
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
+    stream: _Count = 1  # tokens of a message to the client; the first one waits for as many
     version: str = ""
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
     overlaps: bool = False  # the next step is planned while one runs: who arrives meanwhile waits for both
@@ -69,7 +70,7 @@ class Engine:
     user_slots: bool = False  # a recipe sets ``sequences`` to the users
     idle_slots: int = 0  # of ``sequences``, which are never used
     # Factors, each way, within which 80 % of the means of measured runs lie, beside the errors of their kernels.
-    band_tpot: float = 1.12
+    band_tpot: float = 1.08
     band_ttft: float = 1.65
 
 

@@ -41,7 +41,7 @@ _WEIGHTS = {"fp8_block": "fp8-block", "fp16": "bf16", "int8_wo": "int8", "int4_w
 
 # What InferenceX' scripts start engines with (``benchmarks/dsr1_fp8_h200.sh``, ``gptoss_fp4_h200_trt_slurm.sh``).
 _RECIPES = {
-    ("inferencex", "sglang", "DeepSeek-R1"): "token-budget=32768",
+    ("inferencex", "sglang", "DeepSeek-R1"): "token-budget=32768,stream=10",
     ("inferencex", "trtllm", "gpt-oss-120b"): "token-budget=20000",
 }
 
@@ -55,8 +55,6 @@ class MeasuredServing:
     request: ServingRequest
     measured: Mapping[str, float]
     counts: bool = True
-    # Who sent the requests, and through what: ``nvidia`` (Dynamo) or ``inferencex`` (the engine's own server).
-    front: str = ""
 
 
 def read_silicon(data: Path) -> list[MeasuredServing]:
@@ -93,7 +91,7 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         measured = {"tpot": tpot, "ttft": ttft, "throughput": throughput}
         counts = "queueing" not in row["flags"] and row["speculative"] == "none"
         group = f"{row['gpu']}/{row['engine']}/{row['model']}"
-        found.append(MeasuredServing(group, row["row"], request, measured, counts, row["source"]))
+        found.append(MeasuredServing(group, row["row"], request, measured, counts))
     return found
 
 
