@@ -57,14 +57,11 @@ def parse_quantity(text: object, base_unit: str) -> float:
 
 
 def read_seconds(option: str, value: str | float) -> float:
-    """Seconds of ``500ms``, ``2 s`` or a number of seconds; ``InputError`` naming the ``option`` for anything else."""
+    """Seconds of ``500ms`` or ``2 s``, or of a number that is no text: which unit would be meant?"""
     try:
-        found = float(value)
-    except ValueError:
-        try:
-            found = parse_quantity(value, "s")
-        except ValueError as error:
-            raise InputError(f"--{option} {value}: {error}") from None
+        found = parse_quantity(value, "s") if isinstance(value, str) else float(value)
+    except ValueError as error:
+        raise InputError(f"--{option} {value}: {error}") from None
     if not (math.isfinite(found) and found > 0):
         raise InputError(f"--{option} {value}: give a finite time above zero, such as 500ms")
     return found

@@ -215,12 +215,12 @@ def _drawn(rows: int, experts: int, spread: float) -> np.ndarray:
     means = rows * popular / popular.sum()
     if rows > _MOST_DRAWN * experts:
         return _whole(rows, means[::-1])
-    # Shares of the experts with 0, 1, 2 ... rows.
-    term, total, reached = np.exp(-means), [], 0.0
+    # Shares of the experts with 0, 1, 2 ... rows; by logarithms, as no row at all is too unlikely for a number.
+    chances, total, reached = np.log(means), list[float](), 0.0
     while reached < 1 - 0.5 / experts:
-        reached += float(term.mean())
+        count = len(total)
+        reached += float(np.exp(count * chances - means - math.lgamma(count + 1)).mean())
         total.append(reached)
-        term = term * means / len(total)
     counts = np.searchsorted(total, (np.arange(experts) + 0.5) / experts).astype(float)
     return _whole(rows, counts[::-1])
 

@@ -105,8 +105,8 @@ def element_bytes(dtype: str) -> int:
 
 
 # Bits of a weight stored in fewer bits than it is multiplied with, its scales included: FP4 with a byte per 32 (MX) or
-# per 16 (NVIDIA), integers with an FP16 per group of 128.
-STORED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125, "int8": 8.125}
+# per 16 (NVIDIA), integers with an FP16 per group of 128, FP8 with an FP32 per matrix or per block of 128 x 128.
+STORED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.125, "int8": 8.125, "fp8": 8.0, "fp8-block": 8.002}
 
 
 def stored_bytes(stored: str, dtype: str) -> float:

@@ -9,6 +9,8 @@ from e2e.serving.deployment import Deployment
 # What an engine's process takes beside weights and cache: CUDA context and code, communicators, graphs of all captured
 # sizes, workspaces of kernels.
 _CONTEXT, _PER_GPU_OF_GROUP = 1.2 * 2**30, 0.6 * 2**30
+# Of that, what vLLM counts on one GPU, beside PyTorch's tensors; its logs say 0.05 to 0.34 GiB ("non_torch_memory").
+_PROFILED = 0.15 * 2**30
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class CacheRoom:
 def cache_room(deployment: Deployment) -> CacheRoom:
     """The room for the cache on the GPUs of ``deployment``."""
     engine, machine = deployment.engine, deployment.cluster.machine
-    usable = float(machine.memory[-1].usable) * engine.memory_share
+    whole, free = float(machine.memory[-1].usable), engine.memory == "free"
+    usable = whole if free else whole * engine.memory_share
     draft = deployment.draft
     weights = deployment.weight_bytes() + (draft.weight_bytes() if draft else 0.0)
     activations = _activation_bytes(deployment)
-    reserve = _CONTEXT + (_PER_GPU_OF_GROUP if deployment.parallel.gpus > 1 else 0.0)
-    left = max(usable - weights - activations - reserve, 0.0)
+    reserve = _PROFILED if engine.memory == "profiled" else _CONTEXT
+    reserve += _PER_GPU_OF_GROUP if deployment.parallel.gpus > 1 else 0.0
+    left = max(usable - weights - activations - reserve, 0.0) * (engine.memory_share if free else 1.0)
     size = deployment.cache_bytes() + (draft.cache_bytes() if draft else 0.0)
     tokens = int(left / size) * deployment.parallel.attention_dp if size else 1 << 40
     return CacheRoom(usable, weights, activations, reserve, left, tokens // engine.block * engine.block)

@@ -17,8 +17,8 @@ from e2e.capture.models.served_model import Experts, ServedModel, named_model
 from e2e.serving.engines import Engine
 from e2e.step.options import Precision, named_counts, named_values
 
-# Bits of a stored weight, its scales included (block: an FP32 per 128 x 128).
-WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8-block": 8.002, **STORED_BITS}
+# Bits of a stored weight, its scales included.
+WEIGHT_BITS = {"bf16": 16.0, "fp16": 16.0, **STORED_BITS}
 CACHE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8}
 _STORED = {"weights": WEIGHT_BITS, "experts": WEIGHT_BITS, "activations": ("bf16", "fp8"), "kv": CACHE_BITS}
 _OTHER_NAMES = {"fp8_block": "fp8-block", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16", "w4a16": "int4"}
@@ -47,6 +47,8 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     for key, value in asked.items():
         if value not in _STORED[key]:
             raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
+    if "experts" in asked and not model.has_experts:
+        raise InputError(f"--precision experts={asked['experts']}: {model.name} has no experts; leave it out")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
     able = "float8" in machine.compute
@@ -197,6 +199,8 @@ class Deployment:
     def check(self) -> None:
         """Raise ``InputError`` if the ranks cannot share the model."""
         parallel = self.parallel
+        if parallel.ep > 1 and not self.model.has_experts:
+            raise InputError(f"--parallel ep={parallel.ep}: {self.model.name} has no experts; leave it out")
         for layer, _ in self.model.layers:
             heads, experts = getattr(layer.mixer, "heads", 0), getattr(layer.block, "count", 0)
             if heads % parallel.attention_tp:

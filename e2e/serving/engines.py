@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_records import Quantity
+from costmodel.machines.machine_records import Machine, Quantity
 from costmodel.machines.record_file import explain_problems, read_mapping, validated
 from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.experts import ExpertKernel
@@ -27,6 +29,9 @@ Admission = Literal["prompt", "estimate", "no-evict"]
 # Of which models all-reduce, residual and norm are one kernel: of all on datacenter Blackwell alone, of mixtures on all
 # GPUs too, of all.
 Fused = Literal["none", "blackwell", "mixtures", "all"]
+# What the engine's share of the memory holds: weights, activations, cache and all that the process takes (``whole``);
+# all but its context and graphs (``profiled``); the cache alone, of the memory that is free otherwise (``free``).
+Share = Literal["whole", "profiled", "free"]
 FILE = Path(__file__).with_name("engines.yaml")
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 _Seconds = Annotated[float, Quantity("s", above_zero=False, most=60)]
@@ -49,7 +54,7 @@ class Engine:
     token_budget: _Count  # most tokens of one step
     sequences: _Count  # most that run at once
     graph_sequences: Annotated[int, Field(ge=0, le=1 << 20)]  # most sequences of a step that is a CUDA graph
-    memory_share: Annotated[float, Field(ge=0.01, le=1)]  # of the GPU's memory, for weights, activations and cache
+    memory_share: Annotated[float, Field(ge=0.01, le=1)]  # of the GPU's memory
     block: _Count  # tokens of a block of the cache
     attention: AttentionKernel
     experts: ExpertKernel
@@ -62,6 +67,7 @@ class Engine:
     launch: _Seconds  # per kernel that is launched without a graph
     stream: _Count = 1  # tokens of a message to the client; the first one waits for as many
     version: str = ""
+    memory: Share = "whole"
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
     overlaps: bool = False  # the next step is planned while one runs: who arrives meanwhile waits for both
     shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
@@ -79,10 +85,12 @@ def _known() -> dict[str, dict[str, Any]]:
     return read_mapping(FILE, InputError, "must be a mapping of engines")
 
 
-def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) -> Engine:
-    """The engine of ``NAME`` or ``NAME=VERSION``, started for prompts of ``prompt`` tokens from so many ``users``, with
-    the values of ``token-budget=2048,server=50ms`` changed; ``InputError`` for an unknown name and for what an engine
-    does not have.
+def engine_named(
+    text: str, options: str = "", prompt: int = 0, users: int = 0, machine: Machine | None = None, ranks: int = 1
+) -> Engine:
+    """The engine of ``NAME`` or ``NAME=VERSION``, started for prompts of ``prompt`` tokens from so many ``users`` on so
+    many GPUs of ``machine``, with the values of ``token-budget=2048,server=50ms`` changed; ``InputError`` for an
+    unknown name and for what an engine does not have.
     """
     name, equals, version = text.partition("=")
     found = _known().get(name)
@@ -92,10 +100,13 @@ def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) 
         raise InputError(f"--engine {text}: {hint}choose one of {', '.join(_known())}")
     if equals and not version[:1].isdigit():
         raise InputError(f"--engine {text}: {version!r} is no version; write such as {name}=0.11.0, or {name} alone")
-    values = {key: value for key, value in found.items() if key != "versions"} | {"name": name, "version": version}
+    values = {key: value for key, value in found.items() if key not in ("versions", "by_gpu")}
+    values |= {"name": name, "version": version}
     for start, changed in sorted((found.get("versions") or {}).items(), key=lambda each: version_key(each[0])):
         if not version or version_key(start) <= version_key(version):
             values |= changed
+    if machine is not None:
+        values |= _defaults_of(found.get("by_gpu") or (), version, machine, ranks)
     if values.get("beside_prompt"):
         values["token_budget"] = prompt + values["beside_prompt"] + users
     if values.get("user_slots") and users:
@@ -106,6 +117,20 @@ def engine_named(text: str, options: str = "", prompt: int = 0, users: int = 0) 
         return validated(values, Engine)
     except ValidationError as error:
         raise InputError(f"--engine-options {options}: {explain_problems(error).replace('_', '-')}") from None
+
+
+def _defaults_of(entries: Iterable[Mapping[str, Any]], version: str, machine: Machine, ranks: int) -> dict[str, Any]:
+    """What an engine sets on GPUs of ``machine``: the first of ``entries`` that is for its memory or architecture, so
+    many ranks and ``version``.
+    """
+    memory, architecture = float(machine.memory[-1].usable) / 2**30, machine.chip().architecture
+    for entry in entries:
+        changed = dict(entry)
+        since, most, least = changed.pop("since", "0"), changed.pop("below", math.inf), changed.pop("ranks", 1)
+        fits = changed.pop("architecture", None) == architecture or memory < most
+        if fits and ranks >= least and (not version or version_key(since) <= version_key(version)):
+            return changed
+    return {}
 
 
 def version_key(text: object) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ full) only the contexts grow, so their seconds are those of the middle one.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +90,7 @@ class ServedSequence:
     start: float = 0.0  # context at tick 0, once it decodes
     end: int = 0  # tick of its last output
     shared: int = 0  # tokens that lie in blocks of the prefix cache
+    since: float = 0.0  # time of its last output, once it was preempted
 
     @property
     def order(self) -> tuple[int, int]:
@@ -124,6 +125,7 @@ class Scheduler:
         self.full = False  # a sequence was preempted for this step: nothing is admitted
         self.admitted = 0  # sequences whose prompts are computed or that decode
         self.pause = 0.0  # seconds since the last token of the decoding sequences
+        self.begun = Counter[float]()  # sequences that began to decode in it, by how long it was then
         self.ended: list[int] = []  # requests answered since they were last taken away
 
     @property
@@ -261,6 +263,7 @@ class Scheduler:
             self.ends -= each.end
             each.prompt, each.left = each.prompt + decoded + 1, each.left - decoded - 1
             each.produced += decoded
+            each.since = self.now - self.pause
         else:
             self.filling.remove(each)
             self.filled -= each.prompt
@@ -302,8 +305,13 @@ class Scheduler:
         self.coming -= min(each.left + 1, _CLIP)
         if not each.produced:
             self.run.first[each.number] = self.now
+        else:
+            self.run.gaps.append(self.now - each.since)
+            self.run.gap_tokens.append(1)
         each.produced += 1
         if each.left:
+            if self.pause:
+                self.begun[self.pause] += 1
             each.start = each.prompt + 1 - self.ticks * self.yielded
             each.end = self.ticks + (each.left if self.yielded == 1 else int(-(-each.left // self.yielded)))
             heapq.heappush(self.ending, (each.end, each.number, each.produced, each))
@@ -355,9 +363,11 @@ class Scheduler:
             run.most_cached = cached
 
     def _tokens(self, steps: int) -> None:
-        """Every decoding sequence got the tokens of ``steps``, ``pause`` seconds apart."""
-        self.run.gaps.append(self.pause / self.yielded)
-        self.run.gap_tokens.append(steps * self.yielded * len(self.running))
+        """Every decoding sequence got the tokens of ``steps``, ``pause`` seconds apart; who began in it waited less."""
+        begun = Counter({0.0: max(steps * len(self.running) - self.begun.total(), 0)}) + self.begun
+        self.run.gaps += [(self.pause - each) / self.yielded for each in begun]
+        self.run.gap_tokens += [self.yielded * count for count in begun.values()]
+        self.begun.clear()
         self.run.steps += steps
         self.ticks += steps
         self.reserved = max(self.reserved - (_RESERVED - _LEAST_RESERVED) / _FALLING_STEPS * steps, _LEAST_RESERVED)

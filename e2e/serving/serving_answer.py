@@ -146,7 +146,14 @@ def deployment_of(request: ServingRequest) -> Deployment:
     deployment = Deployment(
         model,
         cluster,
-        engine_named(request.engine, request.engine_options, request.input_length, request.concurrency or 0),
+        engine_named(
+            request.engine,
+            request.engine_options,
+            request.input_length,
+            request.concurrency or 0,
+            cluster.machine,
+            parallel.tp,
+        ),  # fmt: skip
         parallel,
         read_precision(request.precision, model, cluster.machine),
         parse_routing(request.routing),

@@ -24,6 +24,7 @@ from costmodel.machines.cluster import load_cluster, load_gpu
 from costmodel.pages.charts import PALETTE, inline_chart, set_logarithmic, set_tip
 from costmodel.pages.document import render, write_page
 from e2e.capture.models.served_model import LatentAttention, ServedModel
+from e2e.serving.engines import engine_named
 from e2e.serving.serving_answer import Tables, deployment_of, model_of, serve
 from e2e.serving.serving_request import PlanRequest, ServingRequest
 from e2e.serving.serving_result import PROBABILITY, ServingResult, serving_result
@@ -141,6 +142,8 @@ def plan_serving(request: PlanRequest, progress: PlanProgress = lambda done, cou
 def _tasks(request: PlanRequest) -> list[_Task]:
     """All deployments, with the price of a GPU-hour."""
     model = model_of(request)
+    for engine in _names(request.engine):
+        engine_named(engine)
     prices = None if request.price is None else read_prices(request.price)
     counts = [whole_number(each) or 0 for each in request.gpus.split(",")]
     if not all(counts):
@@ -268,12 +271,13 @@ def plan_record(plan: ServingPlan) -> dict[str, Any]:
 
 def plan_text(plan: ServingPlan) -> str:
     """Lines of text."""
-    best, lines = plan.best, []
+    best, lines, asked = plan.best, [], plan.request
     if best is None:
         lines.append(f"{_targets(plan)}: no setting holds this with probability {plan.request.probability:g}")
     else:
         lines += [f"cheapest for {_targets(plan)}:", *_table(plan, [best])]
-        lines.append(f"start each copy with: {start_command(best)}")
+        own = "" if "/" in str(asked.model or asked.model_config) else f" ({asked.model}: your weights' name or folder)"
+        lines.append(f"start each copy with{own}: {start_command(best)}")
     first = {row.request.gpu: row for row in reversed(plan.rows) if row.copies}
     others = [row for row in plan.rows if row is not best and row is first.get(row.request.gpu)]
     if others:

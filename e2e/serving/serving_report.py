@@ -28,6 +28,8 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
     """Names and texts of the figures, in the field's words."""
     asked, step, prefill = result.request, result.decode_step, result.prefill_step
     low, high = result.output_tokens_per_second_interval
+    sure = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
+    preempted, hits = result.cache["preempted"], result.prefix_hit_rate
     lines = [
         ("deployment", _deployment(result)),
         ("load", _load(result)),
@@ -35,7 +37,7 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
         ("TPOT", _latency(result.tpot_seconds, result.tpot_interval_seconds)),
         ("ITL", _latency(result.itl_seconds)),
         ("request", _latency(result.request_seconds)),
-        ("throughput", f"{result.output_tokens_per_second:,.0f} output tokens/s ({low:,.0f} to {high:,.0f}), "
+        ("throughput", f"{result.output_tokens_per_second:,.0f} output tokens/s{sure}, "
                        f"{result.output_tokens_per_second_per_gpu:,.0f} per GPU; "
                        f"{result.requests_per_second:.3g} requests/s"),
         ("per user", f"{result.tokens_per_second_per_user:.1f} tokens/s"),
@@ -52,7 +54,9 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
         ("memory", ", ".join(f"{name.removesuffix('_bytes')} {value / 1e9:.3g} GB"
                              for name, value in result.memory.items())),
         ("cache", f"{result.cache['tokens']:,} tokens, {result.cache['used_share']:.0%} in use "
-                  f"({result.cache['most_used_share']:.0%} at most)"),
+                  f"({result.cache['most_used_share']:.0%} at most)"
+                  + f", {preempted:,} sequences preempted" * bool(preempted)
+                  + ("" if hits is None else f"; {hits:.0%} of the prompts' tokens were in it")),
         ("prices", _shares(result.coverage)),
     ]  # fmt: skip
     return lines + [("note", text) for text in result.notes]
@@ -60,9 +64,10 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
 
 def _deployment(result: ServingResult) -> str:
     asked = result.request
-    spread = f" ({asked['parallel']})" if "parallel" in asked else ""
-    model = asked.get("model") or asked["model_config"]
-    return f"{model} on {asked.get('gpus', 1)} x {asked['gpu']}{spread}, {result.engine}"
+    gpus, model = asked.get("gpus", 1), asked.get("model") or asked["model_config"]
+    told = "; ".join(asked[name] for name in ("parallel", "disaggregate", "speculate") if name in asked)
+    told = f" ({told})" * bool(told) + f", {result.gpus} GPUs in all" * (result.gpus != gpus)
+    return f"{model} on {gpus} x {asked['gpu']}{told}, {result.engine}"
 
 
 def _load(result: ServingResult) -> str:
@@ -71,7 +76,8 @@ def _load(result: ServingResult) -> str:
     if isinstance(asked.get("requests"), str):
         return f"{sent} of {asked['requests']} in {result.seconds:,.1f} s"
     lengths = f"{asked.get('input_length', 1024):,} + {asked.get('output_length', 256):,} tokens"
-    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{asked.get('concurrency', 1):,} users"
+    users = asked.get("concurrency", 1)
+    how = f"{asked['rate']:g} requests/s" if "rate" in asked else f"{users:,} user{'s' * (users > 1)}"
     return f"{how}, {lengths}, {sent} in {result.seconds:,.1f} s"
 
 

@@ -28,6 +28,8 @@ def _requests(value: int | str | Path) -> int | Path:
     """A number of requests, or the file of a trace."""
     number = whole_number(value) if isinstance(value, str) else value
     if number is None or isinstance(number, Path):
+        if str(value)[:1] in "+-.0123456789" and not Path(value).is_file():  # type: ignore[arg-type]
+            raise InputError(f"--requests {value}: must be a whole number, 1 or more, or the file of a trace")
         return Path(value)  # type: ignore[arg-type]
     check_count("requests", number)
     if number > MOST_REQUESTS:
@@ -118,10 +120,17 @@ class ServingRequest(ServedLoad):
             raise InputError("give --gpu NAME; `python -m costmodel machines` lists all")
         if self.disaggregate and self.replicas > 1:
             raise InputError("--replicas and --disaggregate: both say the number of copies; leave one out")
-        if self.trace is not None and self.prefix_length:
-            raise InputError(f"--prefix-length: {self.trace} says which prompts begin alike; leave it out")
-        if self.trace is not None and self.rate is not None:
-            raise InputError(f"--rate: requests arrive as {self.trace} says; leave it out")
+        if self.disaggregate and self.router != "round-robin":
+            raise InputError(
+                "--router and --disaggregate: the copy with the fewest requests gets the next; leave one out"
+            )
+        said = ("rate", "input_length", "output_length", "shortest_length", "prefix_length")
+        for name in said if self.trace is not None else ():
+            if name in self.given_values():
+                raise InputError(f"--{name.replace('_', '-')}: {self.trace} says how requests are; leave it out")
+        begins = self.router == "prefix" or self.prefix_share < 1 or self.prefix_groups > 1
+        if begins and not self.prefix_length and not self.trace:
+            raise InputError("--router prefix, --prefix-share and --prefix-groups: give --prefix-length too")
         if self.duration is not None and self.trace is None:
             if self.requests is not None:
                 raise InputError("--requests and --duration: each says when the run ends; give one")

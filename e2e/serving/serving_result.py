@@ -60,7 +60,7 @@ class StepFigures:
     parts: Mapping[str, float]  # seconds of the GPU by part of the layer
     limits: Mapping[str, float]  # and by what limits the kernels
     sources: Mapping[str, float]  # share of them whose price is measured, fitted to measurements, or analytic
-    bandwidth_share: float  # of the memory's bandwidth
+    bandwidth_share: float  # of the datasheet's memory bandwidth
     arithmetic_share: float  # of the datasheet's arithmetic (MFU)
     lower: float  # factors of the GPU's time within which it lies
     upper: float
@@ -72,6 +72,7 @@ class ServingResult:
 
     request: Mapping[str, Any]
     engine: str
+    gpus: int  # of all copies
     fits: bool
     ttft_seconds: Spread
     tpot_seconds: Spread
@@ -137,6 +138,7 @@ def serving_result(answer: ServingAnswer, *, with_table_error: bool = True) -> S
     return ServingResult(
         request=request.to_json(),
         engine=f"{engine.title} {engine.version}".rstrip(),
+        gpus=answer.gpus,
         fits=True,
         ttft_seconds=Spread.of(ttft),
         tpot_seconds=tpot,
@@ -215,7 +217,7 @@ def _figures(answer: ServingAnswer, sequences: int, context: int, prompts: Seque
         parts=_sums((each.part, each.count * estimate.seconds) for each, estimate in found),
         limits=_sums((_limit(each, estimate), each.count * estimate.seconds) for each, estimate in found),
         sources=_sums((estimate.source, each.count * estimate.seconds / device) for each, estimate in found),
-        bandwidth_share=moved / device / dram_bandwidth(machine),
+        bandwidth_share=moved / device / (machine.memory[-1].datasheet or dram_bandwidth(machine)),
         arithmetic_share=arithmetic / device,
         lower=1 - math.hypot(*below.values()) / device,
         upper=1 + math.hypot(*above.values()) / device,
@@ -268,6 +270,7 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         _busy_copies(answer): bool(request.disaggregate),
         f"tokens choose experts by the distribution {request.routing} (--routing)": model.has_experts,
         "one user (--concurrency, --rate or --requests FILE for more)": alone,
+        f"{load.unanswered:,} requests of the trace have no answer and are left out": load.unanswered > 0,
         f"requests of up to {load.longest:,} tokens are longer than the {model.longest:,} of max_position_embeddings: "
         "engines take them only if they are told to": load.longest > model.longest,
         f"{analytic:.0%} of the GPU's time is priced by physics alone: no table has these kernels on this GPU":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
-from costmodel.operators.collective_transfer import CollectiveTransfer
+from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTransfer
 from costmodel.operators.device_work import Elementwise, Gemm, Reduction, ScaledCast, ScaledGemm, StoredGemm
 from costmodel.operators.experts import ExpertLayer
 from costmodel.operators.layers import STORED_BITS
@@ -80,7 +80,7 @@ class StepWork:
         yield Work(Elementwise("fused", outputs, 1, 1), _SAMPLING, "head")
         if tp > 1:
             size = outputs * self.model.vocabulary * 2 / tp
-            yield Work(CollectiveTransfer("all_gather", size, tp), 1, "head")
+            yield Work(self._transfer("all_gather", size, tp), 1, "head")
 
     def _norm(self, rows: int) -> Iterator[Work]:
         of = self.engine.fuses_norms
@@ -122,10 +122,15 @@ class StepWork:
             return "float8", "tensor" if stored == "fp8" and self.engine.experts == "trtllm" else "block"
         return self._multiplied(stored), ""
 
-    def _reduced(self, rows: int, ranks: int) -> Iterator[Work]:
+    def _reduced(self, rows: int, ranks: int, row_bytes: int = 0) -> Iterator[Work]:
         if ranks > 1:
-            size = rows * self.model.hidden * 2
-            yield Work(CollectiveTransfer("all_reduce", size, ranks, engine=self.engine.all_reduce), 1, "all-reduce")
+            size = rows * (row_bytes or self.model.hidden * 2)
+            yield Work(self._transfer("all_reduce", size, ranks, self.engine.all_reduce), 1, "all-reduce")
+
+    def _transfer(self, kind: CollectiveKind, size: float, ranks: int, engine: str = "") -> CollectiveTransfer:
+        """Transfer among neighbouring ``ranks``, which may be more than a node holds."""
+        nodes = -(-ranks // self.deployment.cluster.gpus_per_node)
+        return CollectiveTransfer(kind, size, ranks, nodes, engine=engine)
 
     def _mixer(self, mixer: SoftmaxAttention | LatentAttention | LinearMixer, rows: int) -> Iterator[Work]:
         hidden, tp, stored = self.model.hidden, self.parallel.attention_tp, self.precision.weights
@@ -138,6 +143,9 @@ class StepWork:
             turned = Elementwise("fused", rows * (heads + groups) * mixer.head_dim, 1, 1, dtype=_HALF)
             if mixer.normalised:
                 yield Work(turned, 1, "norm")
+            if mixer.normalised_together and tp > 1:  # one more pass: sums of squares, of queries and of keys, in FP32
+                yield Work(turned, 1, "norm")
+                yield from self._reduced(rows, tp, row_bytes=8)
             if self.engine.attention not in _ROTARY_INSIDE:
                 yield Work(turned, 1, "rotary")
             if self.engine.attention not in _CACHE_WRITE_INSIDE:
@@ -193,7 +201,7 @@ class StepWork:
         else:
             counts = self.deployment.routing.counts(rows * block.per_token, block.count)
         dtype, scaling = self._expert_dtype()
-        stored = self.precision.experts if self.precision.experts in STORED_BITS else ""
+        stored = self.precision.experts if dtype != "float8" and self.precision.experts in STORED_BITS else ""
         # SGLang runs the Triton kernels of OpenAI over MXFP4, as vLLM does; its table is of one that widens them first.
         kernel = "vllm" if stored == "mxfp4" and self.engine.experts == "sglang" else self.engine.experts
         if not (kernel == "trtllm" or stored == "mxfp4"):  # whose tables begin with the router's scores
@@ -207,8 +215,8 @@ class StepWork:
             yield from self._feed_forward(block.shared, True, rows)
         if parallel.attention_dp > 1:
             size = rows * hidden * 2 / parallel.tp
-            yield Work(CollectiveTransfer("all_gather", size, parallel.tp), 1, "all-to-all")
-            yield Work(CollectiveTransfer("reduce_scatter", size * parallel.tp, parallel.tp), 1, "all-to-all")
+            yield Work(self._transfer("all_gather", size, parallel.tp), 1, "all-to-all")
+            yield Work(self._transfer("reduce_scatter", size * parallel.tp, parallel.tp), 1, "all-to-all")
         else:
             yield from self._reduced(rows, parallel.tp)
 

@@ -36,6 +36,7 @@ class Workload:
     # Identities of the blocks of ``prefix_block`` tokens of each prompt; equal ones have equal tokens up to their ends.
     prefixes: Sequence[tuple[int, ...]] | None = None
     prefix_block: int = 0
+    unanswered: int = 0  # requests of a trace that are left out
 
     @property
     def count(self) -> int:
@@ -61,8 +62,9 @@ def workload_of(request: ServingRequest) -> Workload:
             request.shortest_length,
         )
     if request.rate is not None:  # in place of users
-        gaps = np.random.default_rng(3).exponential(1 / request.rate, load.count)
-        load = replace(load, arrivals=np.cumsum(gaps) - gaps[0], concurrency=0)
+        # As vLLM's benchmark does: scaled, so that they arrive in the time that the rate says.
+        ends = np.cumsum(np.random.default_rng(3).exponential(1.0, load.count))
+        load = replace(load, arrivals=(ends - ends[0]) / ends[-1] * load.count / request.rate, concurrency=0)
     if request.prefix_length:
         return with_prefixes(load, request.prefix_length, request.prefix_share, request.prefix_groups)
     return load
@@ -159,6 +161,7 @@ def read_trace(path: Path, concurrency: int | None = None, duration: float | Non
     rows = list(islice(_rows(path, lines), MOST_REQUESTS + 1))
     if len(rows) > MOST_REQUESTS:
         raise InputError(f"{path}: at most {MOST_REQUESTS:,} requests are taken; give a part of the trace")
+    unanswered = sum(not row[2] for row in rows)
     rows = sorted((row for row in rows if row[2]), key=lambda row: row[0])
     if duration is not None:
         rows = [row for row in rows if row[0] - rows[0][0] <= duration]
@@ -173,6 +176,7 @@ def read_trace(path: Path, concurrency: int | None = None, duration: float | Non
         priorities=np.array(priorities) if any(priorities) else None,
         prefixes=prefixes if any(prefixes) else None,
         prefix_block=MOONCAKE_BLOCK if any(prefixes) else 0,
+        unanswered=unanswered,
     )
 
 
@@ -192,7 +196,7 @@ def _rows(path: Path, lines: Sequence[str]) -> Iterator[_Row]:
             row = kind.model_validate(record)
             yield row.seconds, row.prompt, row.output, (), 0
     except ValidationError as error:
-        raise InputError(f"{path}, line {number}: {explain_problems(error)}; correct it") from None
+        raise InputError(f"{path}, line {number}: {explain_problems(error)}") from None
     except csv.Error as error:
         raise InputError(f"{path}: is no CSV after line {number} ({error}); correct it") from None
 

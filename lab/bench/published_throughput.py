@@ -1,6 +1,6 @@
 """Published throughput of large language models, trained and served, against ours; nothing is fitted to these figures.
 
-    python -m lab.bench.published_throughput llama3|megatron|mixtures|serving [--only TEXT]
+    python -m lab.bench.published_throughput llama3|megatron|mixtures|serving|strangers [--only TEXT]
     python -m lab.bench.published_throughput mfu --every 9
 
 **Llama 3**: "The Llama 3 herd of models" (arXiv 2407.21783), table 4: BF16 on 8,192 and 16,384 H100 SXM in nodes of
@@ -40,6 +40,14 @@ Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 
 the last three improvements, which made 368 of 253 with it, 8 % of them by looser acceptance). B200 and GB200, and H200
 for comparison. Attention of DeepSeek-R1 in FP4 is taken to be in BF16, the cache of all but the first of 8 GPUs in FP8.
 
+**Strangers**: mean TTFT, TPOT and output tokens per second of ``published_serving.csv``, as strangers measured them on
+the engines' own servers: GPUStack's performance lab, SGLang's cookbook, CloudRift, IOG, Vultr and threads of vLLM. Half
+of the rows, by the SHA-256 of their names, were held out before any was predicted. Lengths are ``fixed``, ``even``
+(from one token to twice the mean) or ``sharegpt``: of its lengths only the means are told; they are taken to be
+exponential. Requests without users or a rate are sent at once. GPUStack's H100 of Qwen3 14B and 32B is a PCIe card,
+whatever its pages say: steps that decode with a full cache read 70 to 75 GB in 42 to 46 ms, 1.5 to 1.7 TB/s. The halves
+of Qwen3 14B are those of the names that said SXM.
+
 **MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
 count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed
 form, ``6 x parameters + 12 x layers x width x sequence`` per token, in which embeddings count as parameters, whether a
@@ -58,14 +66,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from costmodel.base.errors import InputError
 from e2e.explain.utilisation import utilisation_of
+from e2e.serving.serving_request import ServingRequest
+from e2e.serving.serving_result import serving_result
 from lab.command_line import program, run
-from lab.data.data_folder import data_folder
+from lab.data.data_folder import csv_rows, data_folder
 from lab.steps.training import AskedStep, TrainingRow, asked_step, read_training_rows
 from lab.steps.training_runs import prepared
+from lab.validate.serving import MeasuredServing, ServingSection, answered, errors_of
 
 Configuration = Mapping[str, Any]  # ``config.json`` of Hugging Face
 
@@ -385,7 +397,6 @@ SERVED = (
 def _served(only: str) -> None:
     """Print predicted and published tokens per second of the rows whose GPU and model contain ``only``."""
     from e2e.serving.serving_answer import serve
-    from e2e.serving.serving_request import ServingRequest
 
     found: dict[bool, list[float]] = {False: [], True: []}
     for model, gpu, gpus, parallel, precision, inputs, outputs, users, published in SERVED:
@@ -406,11 +417,81 @@ def _served(only: str) -> None:
             print(f"{'H200' if hopper else 'Blackwell'}: {len(errors)} rows, median {middle:.0%}")
 
 
+STRANGERS = Path(__file__).with_name("published_serving.csv")
+
+
+def read_strangers(folder: Path) -> list[MeasuredServing]:
+    """The served runs that strangers measured; their traces of requests are written to ``folder``."""
+    found: list[MeasuredServing] = []
+    for row in csv_rows(STRANGERS, "served runs"):
+        users, count, rate = int(row["users"] or 0), int(row["requests"]), float(row["rate"] or 0)
+        inputs, outputs = float(row["input_tokens"]), float(row["output_tokens"])
+        lengths: dict[str, Any] = {"requests": count}
+        if row["lengths"] == "sharegpt":
+            lengths["requests"] = folder / f"{len(found)}.jsonl"
+            lengths["requests"].write_text(_chat_trace(count, inputs, outputs, rate), encoding="utf-8")
+        else:
+            longest = 2 if row["lengths"] == "even" else 1
+            lengths |= {"input_length": round(longest * inputs), "output_length": round(longest * outputs)}
+        if row["lengths"] == "even":
+            lengths["shortest_length"] = 0.5 / max(inputs, outputs)
+        request = ServingRequest(
+            model=row["model"], gpu=row["gpu"], gpus=int(row["gpus"]), parallel=row["parallel"],
+            precision=row["precision"], engine=row["engine"], engine_options=row["engine_options"],
+            replicas=int(row["replicas"]), concurrency=None if rate else users or count, **lengths,
+        )  # fmt: skip
+        scales = {"ttft": ("ttft_ms", 1e-3), "tpot": ("tpot_ms", 1e-3), "throughput": ("tokens_per_second", 1.0)}
+        measured = {name: float(row[column]) * scale for name, (column, scale) in scales.items() if row[column]}
+        load = "few" if rate or 0 < users <= 16 else "many"
+        group = f"{row['half']}/{row['gpu']}/{row['engine'].split('=')[0]}/{load} at once"
+        found.append(MeasuredServing(group, row["name"], request, measured))
+    return found
+
+
+def _chat_trace(count: int, inputs: float, outputs: float, rate: float) -> str:
+    """A trace of ``count`` requests with exponential lengths of these means, shuffled, at ``rate`` a second or 0 s."""
+    drawn = np.random.default_rng(5)
+    even = -np.log1p(-(np.arange(count) + 0.5) / count)
+    gaps = drawn.exponential(1 / rate, count) if rate else np.zeros(count)
+    lengths = [np.maximum(np.round(mean * drawn.permutation(even)), 1).astype(int) for mean in (inputs, outputs)]
+    rows = zip(np.cumsum(gaps).tolist(), *(each.tolist() for each in lengths), strict=True)
+    return "".join(
+        json.dumps({"timestamp": 1e3 * at, "input_length": prompt, "output_length": output}) + "\n"
+        for at, prompt, output in rows
+    )
+
+
+def _whole_run(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
+    """Means and intervals of a whole run, its begin and its end included."""
+    result = serving_result(answered(row), with_table_error=False)
+    values = {
+        "ttft": result.ttft_seconds.mean,
+        "tpot": result.tpot_seconds.mean,
+        "throughput": result.output_tokens_per_second,
+    }
+    return values, {
+        "ttft": result.ttft_interval_seconds,
+        "tpot": result.tpot_interval_seconds,
+        "throughput": result.output_tokens_per_second_interval,
+    }
+
+
+def _strangers(only: str) -> None:
+    """Print the errors of the runs whose group and name contain ``only``, one by one and by group."""
+    with tempfile.TemporaryDirectory(prefix="published-serving-") as folder:
+        rows = [each for each in read_strangers(Path(folder)) if only in f"{each.group}/{each.name}"]
+        section = ServingSection(*errors_of(rows, _whole_run))
+    for each in section.errors:
+        told = (f"{name} {each.predicted[name]:.4g} ({each.error(name):+.0%})" for name in each.row.measured)
+        print(f"{each.row.group} {each.row.name}: {', '.join(told)}", flush=True)
+    section.render()
+
+
 TABLES: Mapping[str, Sequence[PublishedRun]] = {"llama3": LLAMA_RUNS, "megatron": GPT_RUNS, "mixtures": MIXTURES}
 
 
 def throughput_command(
-    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu, serving.")],
+    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu, serving, strangers.")],
     only: Annotated[str, typer.Option(help="Runs whose name contains this.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Every n-th run alone.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Folder of the measurements, for mfu.")] = None,
@@ -419,13 +500,13 @@ def throughput_command(
     if table == "mfu":
         steps = [step for step in published_rows(data_folder(data)) if only in step.row.name]
         _print_mfu(steps[::every])
-    elif table == "serving":
-        _served(only)
+    elif table in ("serving", "strangers"):
+        _served(only) if table == "serving" else _strangers(only)
     elif table in TABLES:
         for row in [each for each in TABLES[table] if only in each.name][::every]:
             print(compare(row), flush=True)
     else:
-        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu, serving")
+        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu, serving, strangers")
 
 
 def _print_mfu(steps: Sequence[AskedStep]) -> None:

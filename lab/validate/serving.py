@@ -198,7 +198,16 @@ def answered(row: MeasuredServing) -> ServingAnswer:
     from e2e.serving.serving_answer import serve
 
     asked = row.request
-    key = (asked.gpu, asked.model_config, asked.gpus, asked.parallel, asked.engine, asked.precision, asked.routing)
+    key = (
+        asked.gpu,
+        asked.model,
+        asked.model_config,
+        asked.gpus,
+        asked.parallel,
+        asked.engine,
+        asked.precision,
+        asked.routing,
+    )
     return serve(asked, _TABLES.setdefault(key, {}))
 
 

@@ -689,7 +689,7 @@ def served(name: str) -> Config:
         known = sorted({*_NAMES, *PRESETS})
         near = get_close_matches(plain, known, 3, 0.5)
         nearest = f"did you mean {', '.join(near)}? " if near else ""
-        raise InputError(f"--model {name}: is not known; {nearest}give its config.json with --model-config")
+        raise InputError(f"model {name}: is not known; {nearest}give its config.json (--model-config or draft=FILE)")
     stored = next(each for form, each in _STORED.items() if re.fullmatch(form, short))
     return {**with_defaults(found), **stored, "_name_or_path": name}
 

@@ -29,8 +29,9 @@ class SoftmaxAttention:
     window: int = 0
     # A learned score per head takes part in the softmax.
     sinks: bool = False
-    # Queries and keys are normalised.
+    # Queries and keys are normalised; each over all heads at once, so that ranks add up their squares.
     normalised: bool = False
+    normalised_together: bool = False
     # The output is multiplied by a gate as wide as the queries.
     gated: bool = False
 
@@ -202,6 +203,8 @@ _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "
 _NORMALISED = (
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2",
 )  # fmt: skip
+# Of these, over all heads at once (OLMo 2, arXiv 2501.00656; modeling_minimax_m2.py).
+_TOGETHER = ("minimax_m2", "olmo2")
 _UNGATED = ("gpt2", "gpt_neox", "opt", "falcon", "phi", "gptj", "starcoder2", "nemotron", "mpt", "bloom")
 
 
@@ -312,6 +315,7 @@ def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
         window=_number(config, "sliding_window", default=0) if layer == "sliding_attention" else 0,
         sinks=kind == "gpt_oss",
         normalised=kind.removesuffix("_text") in _NORMALISED or bool(config.get("use_qk_norm")),
+        normalised_together=kind in _TOGETHER,
         gated=bool(config.get("attn_output_gate")),
     )
 

@@ -47,6 +47,12 @@ def test_alike_experts_that_are_drawn_have_a_poisson_number_of_rows(rows, met):
     assert sum(1 for each in counts if each) == pytest.approx(met, abs=1)
 
 
+@pytest.mark.parametrize(("experts", "spread"), [(384, 1.0), (128, 2.0)])
+def test_the_most_popular_expert_may_have_so_many_rows_that_none_has_no_chance(experts, spread):
+    counts = ExpertRouting(spread=spread).counts(64 * experts, experts)
+    assert sum(counts) == 64 * experts and max(counts) > 745  # exp(-745) is the least positive number
+
+
 def test_rows_meet_at_popular_experts():
     met = [sum(1 for each in ExpertRouting(spread=spread).counts(64, 128) if each) for spread in (0.0, 1.0, 2.0)]
     assert met[0] > met[1] > met[2] > 16

@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 
 import e2e
+from costmodel.machines.cluster import load_cluster
+from costmodel.operators.collective_transfer import CollectiveTransfer
+from e2e.serving.cache_room import CacheRoom, cache_room
 from e2e.serving.serving_answer import deployment_of
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.step_price import Prompt, StepPrice
@@ -41,6 +44,22 @@ def test_a_token_of_the_cache_has_keys_and_values_of_every_layer():
     assert deployment_of(replace(asked, precision="")).cache_bytes() == 2 * 32 * 2 * 8 * 128
 
 
+def test_the_share_of_the_memory_is_of_what_the_engine_says():
+    """vLLM counts neither its context nor its graphs; TensorRT-LLM's share is of what weights and context leave."""
+
+    def rooms(share: str, engine: str) -> CacheRoom:
+        return cache_room(deployment_of(ServingRequest(
+            model="llama-3.1-8b", gpu="h100-sxm", engine=engine, engine_options=f"memory-share={share}",
+        )))  # fmt: skip
+
+    whole = float(load_cluster("h100-sxm", 1).machine.memory[-1].usable)
+    vllm, sglang, trtllm = (rooms("0.5", engine) for engine in ("vllm", "sglang", "trtllm"))
+    assert vllm.usable_bytes == sglang.usable_bytes == whole / 2 and trtllm.usable_bytes == whole
+    assert vllm.reserve_bytes < 0.2 * 2**30 < 2**30 < sglang.reserve_bytes
+    free = whole - trtllm.weight_bytes - trtllm.activation_bytes - trtllm.reserve_bytes
+    assert trtllm.cache_bytes == pytest.approx(free / 2)
+
+
 def test_windows_and_states_are_held_once_for_a_sequence():
     def asked(model: str) -> int:
         return deployment_of(ServingRequest(model=model, gpu="h200-sxm", gpus=4)).sequence_tokens
@@ -51,6 +70,13 @@ def test_windows_and_states_are_held_once_for_a_sequence():
     # 256 on every rank.
     states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4
     assert asked("qwen3-next-80b-a3b") == -(-states // (12 * 2 * 256 * 2))
+
+
+@pytest.mark.parametrize(("parallel", "nodes"), [("tp=8", {1}), ("tp=16", {2}), ("tp=8,pp=2", {1})])
+def test_ranks_of_several_nodes_reduce_over_the_network(parallel: str, nodes: set[int]):
+    asked = ServingRequest(model="llama-3.1-405b", gpu="h100-sxm", gpus=16, parallel=parallel)
+    work = StepPrice(deployment_of(asked)).work.rows(8, 8)
+    assert {each.operator.nodes for each in work if isinstance(each.operator, CollectiveTransfer)} == nodes
 
 
 def test_the_host_adds_its_time_for_a_step_and_for_every_sequence():
@@ -109,6 +135,35 @@ def test_shared_experts_are_one_of_sglangs_experts():
     work = StepPrice(deployment_of(ServingRequest(engine="sglang", **asked))).work  # type: ignore[arg-type]
     (layer,) = {each.operator for each in work.rows(4, 4) if each.part == "experts"}
     assert (len(layer.counts), layer.counts[-1]) == (257, 4)
+
+
+def test_norms_over_all_heads_are_reduced_among_the_ranks():
+    """MiniMax-M2.5, 62 layers: the norms of queries and keys take one more pass and one more all-reduce each layer."""
+    found = _parts(model="minimax-m2.5", gpu="b200-sxm", gpus=4, engine="sglang")
+    assert (found["all-reduce"], found["norm"]) == (3 * 62, 2 * 62)
+    by_head = _parts(model="qwen3-235b", gpu="b200-sxm", gpus=4, engine="sglang")
+    assert (by_head["all-reduce"], by_head["norm"]) == (2 * 94, 94)
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "gpus", "budget", "sequences", "graphs"),
+    [
+        ("vllm", "h100-sxm", 1, 8192, 1024, 512),
+        ("vllm", "a100-sxm-80gb", 1, 2048, 256, 512),
+        ("vllm", "rtx-4090", 1, 2048, 256, 512),
+        ("sglang", "rtx-4090", 1, 2048, 4096, 24),
+        ("sglang", "l40s", 4, 4096, 4096, 160),
+        ("sglang", "h100-sxm", 2, 8192, 4096, 256),
+        ("sglang", "h200-sxm", 8, 8192, 4096, 512),
+        ("sglang", "b200-sxm", 1, 16384, 4096, 512),
+        ("sglang=0.4", "b200-sxm", 1, 8192, 4096, 256),
+    ],
+)
+def test_an_engine_sets_its_limits_by_the_gpu(engine, gpu, gpus, budget, sequences, graphs):
+    asked = ServingRequest(model="llama-3.1-8b", gpu=gpu, gpus=gpus, engine=engine)
+    found = deployment_of(asked).engine
+    assert (found.token_budget, found.sequences, found.graph_sequences) == (budget, sequences, graphs)
+    assert deployment_of(replace(asked, engine_options="token-budget=512")).engine.token_budget == 512
 
 
 def test_norms_are_part_of_the_all_reduces_of_mixtures_from_sglang_0_5_9():

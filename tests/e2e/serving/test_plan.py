@@ -132,8 +132,8 @@ def test_what_cannot_be_is_told_in_one_line() -> None:
         e2e.plan_serve(**_ASKED, rate=1.0, probability=1.5)
     with pytest.raises(ShortageError, match="does not fit"):
         e2e.plan_serve("llama-3.1-70b", gpus_of="l4", gpus="1", rate=1.0)
-    with pytest.raises(InputError, match="--engine nothing"):
-        e2e.plan_serve(**_ASKED, rate=1.0, engine="nothing")
+    with pytest.raises(InputError, match="--engine tgi: choose one of vllm"):
+        e2e.plan_serve(**_ASKED, rate=1.0, engine="vllm,tgi")
     ran = CliRunner().invoke(
         app, ["plan", "serve", "--model", "llama-3.2-1b", "--gpus-of", "l4", "--rate", "1", "--gpus", "x"]
     )

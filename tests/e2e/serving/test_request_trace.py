@@ -58,6 +58,7 @@ def test_prefixes_and_priorities(tmp_path):
 
 def test_a_part_of_a_trace_and_its_lengths_alone(tmp_path):
     path = written(tmp_path, BURST)
+    assert read_trace(path).unanswered == 1
     assert read_trace(path, duration=60.0).count == 1
     closed = read_trace(path, concurrency=8)
     assert closed.arrivals is None and closed.concurrency == 2

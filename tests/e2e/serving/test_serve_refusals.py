@@ -63,7 +63,21 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "requests": 10**7}, "at most 1,000,000"),
         ({**BASE, "requests": "none.csv"}, "none.csv: cannot be read"),
         ({**BASE, "rate": 1.0, "requests": "none.csv"}, "leave it out"),
+        ({**BASE, "requests": "-4"}, "--requests -4: must be a whole number, 1 or more, or the file"),
+        ({**BASE, "requests": "1e3"}, "--requests 1e3: must be a whole number, 1 or more, or the file"),
+        ({**BASE, "requests": "none.csv", "input_length": 8}, "--input-length: none.csv says how requests are"),
+        ({**BASE, "requests": "none.csv", "prefix_length": 8}, "--prefix-length: none.csv says how requests are"),
+        ({**BASE, "prefix_share": 0.5}, "give --prefix-length too"),
+        ({**BASE, "router": "prefix", "replicas": 2}, "give --prefix-length too"),
+        ({**BASE, "router": "least-loaded", "disaggregate": "prefill=1,decode=1"}, "leave one out"),
+        ({**BASE, "parallel": "tp=1,ep=1", "precision": "experts=fp8"}, "llama-3.1-8b has no experts"),
+        ({**BASE, "gpus": 2, "parallel": "tp=2,ep=2"}, "llama-3.1-8b has no experts"),
+        (
+            {**BASE, "speculate": "tokens=1,acceptance=1,draft=lama-3.1-8b"},
+            "config.json (--model-config or draft=FILE)",
+        ),
         ({**BASE, "ttft": "fast"}, "--ttft fast"),
+        ({**BASE, "tpot": "40"}, "'40' is not a quantity"),
         ({**BASE, "tpot": "0ms"}, "above zero"),
         ({**BASE, "routing": "chaos"}, "--routing 'chaos'"),
     ],
@@ -110,6 +124,9 @@ def test_the_command_prints_the_field_words():
     assert done.exit_code == 0, done.stderr
     for word in ("TTFT", "TPOT", "ITL", "throughput", "per user", "goodput", "limited by", "memory", "cache"):
         assert f"\n{word}" in done.stdout
+    several = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--replicas", "2", "--rate", "9",
+                         "--requests", "9", "--prefix-length", "512").stdout  # fmt: skip
+    assert "on 1 x h100-sxm, 2 GPUs in all" in several and "of the prompts' tokens were in it" in several
     wrong = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--rate", "0")
     assert wrong.exit_code == 2 and wrong.stderr.count("\n") == 1
 
