@@ -19,8 +19,8 @@ from costmodel.operators.layers import STORED_BITS
 from e2e.capture.models.served_model import Experts, FeedForward, LatentAttention, LinearMixer, SoftmaxAttention
 from e2e.serving.deployment import Deployment
 
-# Launches of a layer of experts. Those of SGLang take the host four times as long as their seven kernels: prompts of one
-# user take 1.3 to 1.9 ms a layer more than their kernels, whatever their length.
+# Launches of a layer of experts. SGLang's take the host four times as long as seven kernels: prompts of one user take
+# 0.9 to 1.9 ms a layer longer than their kernels, whatever their length.
 _EXPERT_LAUNCHES = {"sglang": 30}
 # Kernels of sampling beside the largest value (temperature, penalties, random numbers), and of the inputs of a step.
 _SAMPLING, _INPUTS = 4, 3

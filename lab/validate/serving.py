@@ -62,7 +62,9 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
     path = data / FOLDER / "silicon.csv.gz"
     found = []
     for row in csv_rows(path, "serving rows"):
-        precision = f"weights={_weights(row['weights'])},experts={_weights(row['expert_weights'])}"
+        precision = f"weights={_weights(row['weights'])}"
+        if row["expert_weights"] != row["weights"]:
+            precision += f",experts={_weights(row['expert_weights'])}"
         if row["model"] == "DeepSeek-R1":
             precision = "weights=fp8-block,experts=fp8-block"
         if row["engine"] == "trtllm" and row["weights"].startswith("fp8"):
