@@ -186,7 +186,9 @@ class Elementwise(CountedWork):
 
     ``inputs``: full-size tensors read; ``outputs``: written; ``broadcast_elements``: elements of the smaller operands.
     ``output_dtype`` differs for casts and comparisons. ``strided_elements``: elements of ``inputs`` that neighbouring
-    threads read from different memory sectors; each sector is reused after ``reuse_bytes`` of others.
+    threads read from different memory sectors; each sector is reused after ``reuse_bytes`` of others. ``one_by_one``:
+    operands are addressed or converted element by element, as PyTorch does those that are broadcast, in another order
+    than the output, or of another type; it reads others in vectors.
     """
 
     kind: str
@@ -198,6 +200,7 @@ class Elementwise(CountedWork):
     output_dtype: str = ""
     strided_elements: int = 0
     reuse_bytes: int = 0
+    one_by_one: bool = False
 
     @property
     def flops(self) -> int:

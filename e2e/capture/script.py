@@ -93,7 +93,7 @@ def make_workload(script: StepFunction, parameters: dict[str, Any]) -> CapturedW
 def capture_script(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
     """Capture a loaded script by :func:`capture`; a failing step is reported as described in :func:`load_script`."""
     with reporting(workload.name):
-        return capture(workload, options, counting=True)
+        return capture(workload, options)
 
 
 @contextmanager

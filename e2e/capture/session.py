@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -30,7 +31,7 @@ from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.python_calls import counted_functions
 from e2e.capture.recorder import Recorder, heard
-from e2e.capture.regions import in_region, outside_regions
+from e2e.capture.regions import Regions, in_region, outside_regions
 from e2e.capture.script_errors import watched
 from e2e.step.operator_trace import PRODUCTS, TRITON, OperatorTrace
 from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
@@ -82,8 +83,40 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
         yield module, "disable", disabled
 
     disables = dict.fromkeys(("torch.compiler", "torch._dynamo"), disabling)
-    with patch.object(torch, "compile", compiled), patched_imports(disables):
+    recomputing = patch.object(checkpoints, "_recomputation_hook", _recomputing(regions or Regions()))
+    with patch.object(torch, "compile", compiled), patched_imports(disables), recomputing:
         yield
+
+
+def _recomputing(regions: Regions) -> type:
+    """Return the hooks of a checkpoint's recomputation, which stops once all tensors are saved again. Compiled code
+    saves them at its end: where a checkpoint encloses one of ``regions``, all of it runs.
+    """
+
+    class Recomputing(checkpoints._recomputation_hook):
+        pack_hook: Callable[[torch.Tensor], Any]
+
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            pack, found = self.pack_hook, False
+
+            def saved(tensor: torch.Tensor) -> Any:
+                nonlocal found
+                if found:
+                    if regions.inside:
+                        return tensor
+                    raise checkpoints._StopRecomputationError
+                try:
+                    return pack(tensor)
+                except checkpoints._StopRecomputationError:
+                    if not regions.inside:
+                        raise
+                    found = True
+                    return tensor
+
+            self.pack_hook = saved
+
+    return Recomputing
 
 
 @contextmanager
@@ -181,19 +214,18 @@ class CapturedWorkload:
     optimizer: str = ""
 
 
-def capture(workload: CapturedWorkload, options: StepOptions | None = None, *, counting: bool = False) -> OperatorTrace:
+def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
     """Capture the operators of one steady step of ``workload``, as a GPU would run them, without allocating memory.
 
-    ``counting``: Python functions between operators are counted too, in the second step, as the first calls others.
-    Errors raised by the step pass through unchanged.
+    It is the second step, as the first calls other Python functions, which are counted. Errors raised by the step pass
+    through unchanged.
     """
     options = options or StepOptions()
     recorder = Recorder(module_paths(workload), workload.streams)
-    recorder.counting = counting
+    recorder.counting = True
     with recording(recorder, options):
-        if counting:
-            with recorder.paused():
-                workload.step()
+        with recorder.paused():
+            workload.step()
         workload.step()
     return OperatorTrace(
         recorder.calls(),

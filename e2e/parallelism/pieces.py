@@ -17,6 +17,7 @@ from torch import nn
 
 from costmodel.base.errors import InputError
 from costmodel.operators.any_operator import AnyOperator
+from e2e.capture.python_calls import Uncounted
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.families.work import size_bytes
 from e2e.lowering.lower_trace import lower
@@ -406,13 +407,17 @@ def capture_model(
     layers.
     """
     module = source.module
+    free: torch.Tensor | None = None
 
     def step() -> None:
-        module.zero_grad(set_to_none=True)
+        nonlocal free
+        with Uncounted():  # of all layers, or of the optimizer
+            module.zero_grad(set_to_none=True)
         for _ in range(2):
             output = source.forward()
-            # Scores, in inference, are not scalar: a free gradient marks the borders of the parts.
-            output.backward(None if output.dim() == 0 else output.new_empty(()).expand(output.shape))
+            # Scores, in inference, are not scalar: a gradient made before the captured step marks the parts' borders.
+            free = output.new_empty(()).expand(output.shape) if free is None and output.dim() else free
+            output.backward(free)
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)

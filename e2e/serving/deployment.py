@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from costmodel.base.errors import InputError
-from costmodel.base.units import whole_number
+from costmodel.base.units import check_number
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.experts import ExpertRouting
@@ -158,17 +158,14 @@ def read_speculation(text: str, model: ServedModel) -> Speculation | None:
     if not text:
         return None
     values = named_values("--speculate", text, ("tokens", "acceptance", "draft"))
-    if "tokens" not in values or "acceptance" not in values:
-        raise InputError(f"--speculate {text}: write tokens=3,acceptance=0.7, and draft=MODEL for a draft model")
-    tokens = whole_number(values["tokens"]) or 0
-    if not 1 <= tokens <= _MOST_TOKENS:
-        raise InputError(f"--speculate tokens={values['tokens']}: must be a whole number from 1 to {_MOST_TOKENS}")
     try:
-        acceptance = float(values["acceptance"])
-    except ValueError:
-        acceptance = -1.0
-    if not 0 <= acceptance <= 1:
-        raise InputError(f"--speculate acceptance={values['acceptance']}: must be a number from 0 to 1")
+        tokens, acceptance = int(values["tokens"]), float(values["acceptance"])
+    except (KeyError, ValueError):
+        raise InputError(
+            f"--speculate {text}: write tokens=3,acceptance=0.7, and draft=MODEL for a draft model"
+        ) from None
+    check_number("speculate tokens", tokens, 1, _MOST_TOKENS)
+    check_number("speculate acceptance", acceptance, 0, 1)
     if "draft" in values:
         return Speculation(tokens, acceptance, named_model(values["draft"]))
     if not model.predicting:
@@ -222,7 +219,8 @@ class Deployment:
             block = layer.block
             own = layer.mixer.parameters(hidden) / parallel.attention_tp * dense
             if isinstance(block, Experts):
-                own += 3 * hidden * (block.count * block.inner * routed + block.shared * dense) / parallel.tp
+                matrices = (3 if block.gated else 2) / parallel.tp
+                own += matrices * hidden * (block.count * block.inner * routed + block.shared * dense)
                 own += hidden * block.count * 2  # the router, on every rank
             else:
                 own += block.parameters(hidden) / parallel.tp * dense

@@ -6,11 +6,14 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from e2e.serving.schedule import Scheduler, ServedSequence
 from e2e.serving.workload import Workload
+
+_NEVER, _LOAD = math.inf, attrgetter("load")
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,12 @@ def _serve(
                 heapq.heappop(sends)
                 sent[number] = when - server
                 each = _sequence(load, number, inputs[number], 0 if decoders else outputs[number] - 1)
-                chosen = min(replicas, key=_queue) if places is None else replicas[places[number]]
+                chosen = min(replicas, key=_LOAD) if places is None else replicas[places[number]]
                 chosen.submit(each, when)
             else:
                 number = heapq.heappop(handed)[1]
                 each = ServedSequence(number, inputs[number], outputs[number] - 1, done=inputs[number])
-                min(decoding, key=_queue).submit(each, moved)
+                min(decoding, key=_LOAD).submit(each, moved)
             continue
         earliest.step(min(when, moved, others))
         for number in earliest.ended:
@@ -98,13 +101,6 @@ def _serve(
                 waiting -= 1
                 heapq.heappush(sends, earliest.now + server)
         earliest.ended.clear()
-
-
-_NEVER = float("inf")
-
-
-def _queue(each: Scheduler) -> int:
-    return each.load
 
 
 def _sequence(load: Workload, number: int, prompt: int, left: int) -> ServedSequence:

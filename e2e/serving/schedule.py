@@ -364,10 +364,14 @@ class Scheduler:
 
     def _tokens(self, steps: int) -> None:
         """Every decoding sequence got the tokens of ``steps``, ``pause`` seconds apart; who began in it waited less."""
-        begun = Counter({0.0: max(steps * len(self.running) - self.begun.total(), 0)}) + self.begun
-        self.run.gaps += [(self.pause - each) / self.yielded for each in begun]
-        self.run.gap_tokens += [self.yielded * count for count in begun.values()]
-        self.begun.clear()
+        tokens = steps * len(self.running)
+        if self.begun:
+            tokens = max(tokens - self.begun.total(), 0)
+            self.run.gaps += [(self.pause - each) / self.yielded for each in self.begun]
+            self.run.gap_tokens += [self.yielded * count for count in self.begun.values()]
+            self.begun.clear()
+        self.run.gaps.append(self.pause / self.yielded)
+        self.run.gap_tokens.append(tokens * self.yielded)
         self.run.steps += steps
         self.ticks += steps
         self.reserved = max(self.reserved - (_RESERVED - _LEAST_RESERVED) / _FALLING_STEPS * steps, _LEAST_RESERVED)

@@ -69,12 +69,8 @@ class ServingAnswer:
     @property
     def gpus(self) -> int:
         """GPUs of all copies."""
-        return self.split.gpus if self.request.disaggregate else self.request.gpus * self.request.replicas
-
-    @property
-    def split(self) -> Disaggregation:
-        """Copies for prompts and for decoding."""
-        return read_disaggregation(self.request.disaggregate, read_parallel(self.request.parallel, self.request.gpus))
+        split = split_of(self.request)
+        return split.gpus if split else self.request.gpus * self.request.replicas
 
     @property
     def ttft_seconds(self) -> np.ndarray:
@@ -105,8 +101,8 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
         price = known[kind].with_engine(deployment.engine)
         return [Scheduler(price, room.tokens, run, PrefixCache(blocks) if blocks else None) for _ in range(count)]
 
-    if request.disaggregate:
-        split = read_disaggregation(request.disaggregate, read_parallel(request.parallel, request.gpus))
+    split = split_of(request)
+    if split:
         cluster = load_cluster(request.gpu, split.prefill_parallel.gpus)
         prompts = replace(deployment, parallel=split.prefill_parallel, speculation=None, cluster=cluster)
         prompts.check()
@@ -136,24 +132,16 @@ def cache_transfer(sender: Deployment, receiver: Deployment, gpu: str, gpus: int
 
 def deployment_of(request: ServingRequest) -> Deployment:
     """The deployment that ``request`` describes."""
-    model = model_of(request)
-    parallel = read_parallel(request.parallel, request.gpus)
-    if request.disaggregate:
-        parallel = read_disaggregation(request.disaggregate, parallel).decode_parallel
+    model, split = model_of(request), split_of(request)
+    parallel = split.decode_parallel if split else read_parallel(request.parallel, request.gpus)
     cluster = load_cluster(request.gpu, parallel.gpus)
     if cluster.machine.chip().architecture in _BEFORE_AMPERE:
         raise InputError(f"--gpu {request.gpu}: engines' kernels are known for Ampere and later GPUs")
+    load = request.input_length, request.concurrency or 0
     deployment = Deployment(
         model,
         cluster,
-        engine_named(
-            request.engine,
-            request.engine_options,
-            request.input_length,
-            request.concurrency or 0,
-            cluster.machine,
-            parallel.tp,
-        ),  # fmt: skip
+        engine_named(request.engine, request.engine_options, *load, cluster.machine, parallel.tp),
         parallel,
         read_precision(request.precision, model, cluster.machine),
         parse_routing(request.routing),
@@ -161,6 +149,12 @@ def deployment_of(request: ServingRequest) -> Deployment:
     )
     deployment.check()
     return deployment
+
+
+def split_of(request: ServingRequest) -> Disaggregation | None:
+    """Copies for prompts and for decoding, if they are apart."""
+    parallel = read_parallel(request.parallel, request.gpus)
+    return read_disaggregation(request.disaggregate, parallel) if request.disaggregate else None
 
 
 def model_of(request: ServedLoad) -> ServedModel:

@@ -322,6 +322,13 @@ def _table(plan: ServingPlan, rows: Sequence[PlanRow]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed]
 
 
+def _sentence(plan: ServingPlan, row: PlanRow) -> str:
+    """The cells of a table's row by their names, but for those that say themselves what they are."""
+    plain = ("GPUs", "engine", "parallel", "precision")
+    cells = _cells(plan, row).items()
+    return ", ".join(text if name in plain else f"{name} {text}" for name, text in cells if text)
+
+
 def start_command(row: PlanRow) -> str:
     """The command that starts one copy of ``row``, as ``engines.yaml`` has it."""
     from jinja2 import Template
@@ -348,7 +355,7 @@ def write_plan_page(plan: ServingPlan, path: Path) -> None:
     page = render(
         "e2e.serving/plan.html",
         title=f"Serving {plan.request.model or plan.request.model_config}",
-        answer="No setting holds the targets." if best is None else ", ".join(_cells(plan, best).values()),
+        answer="No setting holds the targets." if best is None else _sentence(plan, best),
         command="" if best is None else start_command(best),
         question=_targets(plan),
         frontier=inline_chart("Throughput per GPU against the speed of one user", lambda axes: _draw(axes, plan), 5.0),
@@ -366,7 +373,7 @@ def _draw(axes: Any, plan: ServingPlan) -> None:
         rows = [row for row in plan.rows if row.request.gpu == gpu]
         for row in rows:
             (dot,) = axes.plot(*row.place, ".", color=colour, alpha=0.5)
-            set_tip(dot, ", ".join(_cells(plan, row).values()))
+            set_tip(dot, _sentence(plan, row))
         best = ServingPlan(plan.request, rows).frontier
         axes.plot(*zip(*(row.place for row in best), strict=True), color=colour, label=gpu)
     if plan.best:

@@ -108,33 +108,11 @@ Curve = Sequence[tuple[int, ServingResult]]
 
 def write_serving_page(answer: ServingAnswer, result: ServingResult, path: Path) -> None:
     """Write the page, for which more loads are predicted; ``OutputError`` if it cannot be written."""
-    write_page(path, serving_page(result, users_curve(answer)))
-
-
-def users_curve(answer: ServingAnswer) -> Curve:
-    """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
-    request, load = answer.request, answer.workload
-    alike = replace(request, rate=None, duration=None, requests=None)
-    if request.trace:
-        inputs, outputs = round(float(load.inputs.mean())), round(float(load.outputs.mean()))
-        alike = replace(alike, input_length=inputs, output_length=outputs, shortest_length=1.0)
-    tokens = float((load.inputs + load.outputs).mean())
-    most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
-    # The last one waits.
-    most = min(most, 2 * answer.most_sequences, int(4 * answer.room.tokens / tokens))
-    found = []
-    for users in (1 << power for power in range(max(most, 1).bit_length())):
-        served = serve(replace(alike, concurrency=users, requests=4 * users), answer.tables)
-        found.append((users, serving_result(served, with_table_error=False)))
-    return found
-
-
-def serving_page(result: ServingResult, curve: Curve) -> str:
-    """Return the HTML text."""
+    curve = users_curve(answer)
     steps = [(f"{name} step, {_time(step.seconds)}", {**step.parts, "host": step.host_seconds})
              for name, step in (("Decoding", result.decode_step), ("Prompts'", result.prefill_step))]  # fmt: skip
     names = dict.fromkeys(name for _, parts in steps for name in parts)
-    return render(
+    page = render(
         "e2e.serving/serving.html",
         result=result,
         title=_deployment(result),
@@ -154,6 +132,25 @@ def serving_page(result: ServingResult, curve: Curve) -> str:
         memory={name: result.memory[f"{name}_bytes"] for name in _MEMORY_COLOURS},
         memory_colours=_MEMORY_COLOURS,
     )  # fmt: skip
+    write_page(path, page)
+
+
+def users_curve(answer: ServingAnswer) -> Curve:
+    """Figures for 1, 2, 4 ... users up to four times those of ``answer``, and until more of them only wait."""
+    request, load = answer.request, answer.workload
+    alike: dict[str, Any] = {"rate": None, "duration": None}
+    if request.trace:  # requests are then all alike, and begin with nothing in common
+        lengths = {"input_length": load.inputs, "output_length": load.outputs}
+        alike |= {name: round(float(each.mean())) for name, each in lengths.items()} | {"router": "round-robin"}
+    tokens = float((load.inputs + load.outputs).mean())
+    most = min(max(4 * (request.concurrency or 64), 64), _MOST_USERS)
+    # The last one waits.
+    most = min(most, 2 * answer.most_sequences, int(4 * answer.room.tokens / tokens))
+    found = []
+    for users in (1 << power for power in range(max(most, 1).bit_length())):
+        served = serve(replace(request, concurrency=users, requests=4 * users, **alike), answer.tables)
+        found.append((users, serving_result(served, with_table_error=False)))
+    return found
 
 
 def _draw_frontier(axes: Any, result: ServingResult, curve: Curve) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu.families.rates import dense_peak, dram_bandwidth
-from e2e.serving.serving_answer import ServingAnswer
+from e2e.serving.serving_answer import ServingAnswer, split_of
 from e2e.serving.step_price import Prompt, table_error
 from e2e.serving.step_work import Work
 
@@ -284,8 +284,8 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
 
 def _busy_copies(answer: ServingAnswer) -> str:
     """How busy both kinds of copies are; those that decode are the first."""
-    if not answer.request.disaggregate:
+    split, spent, span = split_of(answer.request), answer.run.busy_seconds, float(answer.run.last.max())
+    if not split:
         return ""
-    split, spent, span = answer.split, answer.run.busy_seconds, float(answer.run.last.max())
     decoding, prompts = sum(spent[: split.decode]) / split.decode, sum(spent[split.decode :]) / split.prefill
     return f"copies for prompts compute {prompts / span:.0%} of the time, those for decoding {decoding / span:.0%}"

@@ -70,6 +70,8 @@ class StepWork:
         yield from self.own_rows(own)
         for layer, count in self.model.layers:
             block = layer.block
+            if not block.inner:
+                continue
             found = self._dense(block, tokens) if isinstance(block, FeedForward) else self._experts(block, tokens)
             for each in found:
                 yield Work(each.operator, each.count * count, each.part)
@@ -209,10 +211,10 @@ class StepWork:
         # Shared experts as wide as the others, which all rows use beside theirs.
         joined = block.shared // block.inner if self.engine.fuses_shared and parallel.ep == 1 else 0
         counts += (rows,) * joined
-        layer = ExpertLayer(counts, rows, hidden, own, dtype, kernel, True, scaling, stored)
+        layer = ExpertLayer(counts, rows, hidden, own, dtype, kernel, block.gated, scaling, stored)
         yield Work(layer, 1, "experts")
         if block.shared and not joined:
-            yield from self._feed_forward(block.shared, True, rows)
+            yield from self._feed_forward(block.shared, block.gated, rows)
         if parallel.attention_dp > 1:
             size = rows * hidden * 2 / parallel.tp
             yield Work(self._transfer("all_gather", size, parallel.tp), 1, "all-to-all")

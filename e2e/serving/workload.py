@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import read_text
@@ -54,13 +54,8 @@ def workload_of(request: ServingRequest) -> Workload:
     if request.trace is not None:
         load = read_trace(request.trace, request.concurrency, request.duration)
     else:
-        load = closed_loop(
-            request.input_length,
-            request.output_length,
-            request.concurrency or 1,
-            request.count,
-            request.shortest_length,
-        )
+        lengths = request.input_length, request.output_length
+        load = closed_loop(*lengths, request.concurrency or 1, request.count, request.shortest_length)
     if request.rate is not None:  # in place of users
         # As vLLM's benchmark does: scaled, so that they arrive in the time that the rate says.
         ends = np.cumsum(np.random.default_rng(3).exponential(1.0, load.count))
@@ -108,41 +103,34 @@ def with_prefixes(load: Workload, length: int, share: float, groups: int) -> Wor
 
 MOONCAKE_BLOCK = 512
 _Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
+# Names of the moment, of the tokens of prompt and output.
+_MOONCAKE = ("timestamp", "input_length", "output_length")
+_TABLES = (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), ("Timestamp", "Request tokens", "Response tokens"))
+_MOMENT, _PROMPT, _OUTPUT = (AliasChoices(*names) for names in zip(_MOONCAKE, *_TABLES, strict=True))
 
 
-def _instant(text: str) -> float:
-    moment = datetime.fromisoformat(str(text).strip())
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+def _seconds(moment: object) -> object:
+    """Seconds of a number, or of a date and time."""
+    if not isinstance(moment, str):
+        return moment
+    try:
+        return float(moment)
+    except ValueError:
+        found = datetime.fromisoformat(moment.strip())
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
-class _Azure(BaseModel):
-    """Row of Azure's LLM inference traces (2023, 2024), CSV."""
+class _Request(BaseModel):
+    """A row of Azure's LLM inference traces (2023, 2024) or of BurstGPT, or a line of Mooncake's (JSON, milliseconds).
 
-    seconds: Annotated[float, BeforeValidator(_instant)] = Field(alias="TIMESTAMP")
-    prompt: _Tokens = Field(alias="ContextTokens")
-    output: _Tokens = Field(alias="GeneratedTokens")
+    ``prefix``: one identity per block of 512 tokens, equal for equal prefixes; outputs of 0 tokens failed.
+    """
 
-
-class _BurstGpt(BaseModel):
-    """Row of BurstGPT, CSV; responses of 0 tokens failed."""
-
-    seconds: FiniteFloat = Field(alias="Timestamp")
-    prompt: _Tokens = Field(alias="Request tokens")
-    output: _Tokens = Field(alias="Response tokens")
-
-
-class _Mooncake(BaseModel):
-    """Line of Mooncake's traces, JSON; ``prefix``: one identity per block of 512 tokens, equal for equal prefixes."""
-
-    seconds: Annotated[FiniteFloat, AfterValidator(lambda milliseconds: milliseconds / 1e3)] = Field(alias="timestamp")
-    prompt: _Tokens = Field(alias="input_length")
-    output: _Tokens = Field(alias="output_length")
-    prefix: tuple[int, ...] | None = Field(None, alias="hash_ids")
+    seconds: Annotated[FiniteFloat, BeforeValidator(_seconds)] = Field(validation_alias=_MOMENT)
+    prompt: _Tokens = Field(validation_alias=_PROMPT)
+    output: _Tokens = Field(validation_alias=_OUTPUT)
+    prefix: tuple[int, ...] | None = Field(None, validation_alias="hash_ids")
     priority: int = 0
-
-
-# Seconds, tokens of prompt and output, prefix, priority.
-_Row = tuple[float, int, int, tuple[int, ...], int]
 
 
 def read_trace(path: Path, concurrency: int | None = None, duration: float | None = None) -> Workload:
@@ -158,57 +146,51 @@ def read_trace(path: Path, concurrency: int | None = None, duration: float | Non
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:
         raise InputError(f"{path}: is no text ({error}); give a trace as .csv or .jsonl") from None
-    rows = list(islice(_rows(path, lines), MOST_REQUESTS + 1))
-    if len(rows) > MOST_REQUESTS:
+    asked = list(islice(_requests(path, lines), MOST_REQUESTS + 1))
+    if len(asked) > MOST_REQUESTS:
         raise InputError(f"{path}: at most {MOST_REQUESTS:,} requests are taken; give a part of the trace")
-    unanswered = sum(not row[2] for row in rows)
-    rows = sorted((row for row in rows if row[2]), key=lambda row: row[0])
+    rows = sorted((each for each in asked if each.output), key=lambda each: each.seconds)
+    unanswered = len(asked) - len(rows)
     if duration is not None:
-        rows = [row for row in rows if row[0] - rows[0][0] <= duration]
+        rows = [each for each in rows if each.seconds - rows[0].seconds <= duration]
     if not rows:
         raise InputError(f"{path}: has no request that was answered; give a trace with rows")
-    seconds, prompts, outputs, prefixes, priorities = zip(*rows, strict=True)
+    seconds, priorities = np.array([each.seconds for each in rows]), np.array([each.priority for each in rows])
+    prefixes = [each.prefix or () for each in rows]
     return Workload(
-        np.maximum(prompts, 1),
-        np.array(outputs),
-        np.array(seconds) - seconds[0] if concurrency is None else None,
+        np.array([max(each.prompt, 1) for each in rows]),
+        np.array([each.output for each in rows]),
+        seconds - seconds[0] if concurrency is None else None,
         min(concurrency or 0, len(rows)),
-        priorities=np.array(priorities) if any(priorities) else None,
+        priorities=priorities if priorities.any() else None,
         prefixes=prefixes if any(prefixes) else None,
         prefix_block=MOONCAKE_BLOCK if any(prefixes) else 0,
         unanswered=unanswered,
     )
 
 
-def _rows(path: Path, lines: Sequence[str]) -> Iterator[_Row]:
+def _requests(path: Path, lines: Sequence[str]) -> Iterator[_Request]:
     number = 0
     try:
         if next((each for each in lines if each.strip()), "").lstrip().startswith("{"):
             for line in lines:
                 number += 1
                 if line.strip():
-                    each = _Mooncake.model_validate_json(line)
-                    yield each.seconds, each.prompt, each.output, each.prefix or (), each.priority
+                    found = _Request.model_validate_json(line)
+                    found.seconds /= 1e3
+                    yield found
             return
-        table, kind = _table(path, lines)
+        table = csv.DictReader(lines)
+        columns = table.fieldnames = [each.strip() for each in table.fieldnames or ()]
+        if not any({*names} <= {*columns} for names in _TABLES):
+            raise InputError(
+                f"{path}, line 1: has the columns {', '.join(columns) or 'none'}; give those of Azure or BurstGPT "
+                f"({'; '.join(', '.join(names) for names in _TABLES)}), or JSON per line as Mooncake's"
+            )
         for record in table:
             number = table.line_num
-            row = kind.model_validate(record)
-            yield row.seconds, row.prompt, row.output, (), 0
+            yield _Request.model_validate(record)
     except ValidationError as error:
         raise InputError(f"{path}, line {number}: {explain_problems(error)}") from None
     except csv.Error as error:
         raise InputError(f"{path}: is no CSV after line {number} ({error}); correct it") from None
-
-
-def _table(path: Path, lines: Iterable[str]) -> tuple[csv.DictReader[str], type[_Azure | _BurstGpt]]:
-    table = csv.DictReader(lines)
-    columns = table.fieldnames = [each.strip() for each in table.fieldnames or ()]
-    named = {kind: [str(each.alias) for each in kind.model_fields.values()] for kind in (_Azure, _BurstGpt)}
-    found = next((kind for kind, names in named.items() if {*names} <= {*columns}), None)
-    if found is None:
-        raise InputError(
-            f"{path}, line 1: has the columns {', '.join(columns) or 'none'}; give those of Azure or BurstGPT "
-            f"({'; '.join(', '.join(names) for names in named.values())}), or JSON per line as Mooncake's"
-        )
-    return table, found

@@ -46,7 +46,9 @@ of the rows, by the SHA-256 of their names, were held out before any was predict
 (from one token to twice the mean) or ``sharegpt``: of its lengths only the means are told; they are taken to be
 exponential. Requests without users or a rate are sent at once. GPUStack's H100 of Qwen3 14B and 32B is a PCIe card,
 whatever its pages say: steps that decode with a full cache read 70 to 75 GB in 42 to 46 ms, 1.5 to 1.7 TB/s. The halves
-of Qwen3 14B are those of the names that said SXM.
+of Qwen3 14B are those of the names that said SXM. Left out: four runs of SGLang's cookbook whose prompts were in the
+prefix cache (the first wave took less than at the GPUs' peak), and gpt-oss on H100 (it is not said which). Nemotron 3
+Nano could be asked only later.
 
 **MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
 count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed

@@ -44,7 +44,19 @@ _UNKNOWN = "unknown"
 # H100 for 0.5 to 2 times, LLMServingSim's activations on RTX 4090 0.24 to 0.31 for 0.7 to 2 times.
 WARM_SHARE = 0.25
 # Element-wise operations with kernels of their own rather than PyTorch's TensorIterator, which was measured.
-_OWN_KERNELS = ("rotary", "silu_mul", "fused")
+_OWN_KERNELS = ("rotary", "silu_mul", "fused", "branches")
+# Integer instructions per element, where they take time beside the bytes (root of the sum of squares); a multiprocessor
+# has 64 units for them (CUDA C++ Programming Guide, throughput of arithmetic instructions).
+# One by one: PyTorch's ``elementwise_kernel`` finds the place of every operand by divisions, ``unrolled_..`` converts
+# each. A profile of Qwen1.5 0.5B on H100 (TraceLens, 9.2 million elements) has products with a broadcast operand at 32
+# in FP32 and BF16, copies of permuted views, and sums and products of those, at 37 to 44, casts to FP32 at 35. Held
+# out: RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %.
+_ONE_BY_ONE = 35.0
+# Weights of 4 bits expanded by branches, all of which a warp takes (bitsandbytes before 0.48): 566 per 16 weights in
+# the machine code of 0.41.0 for compute capability 8.0, 240 with its table since then. Its authors measured the table
+# 1.36 to 2.07 times as fast on A100 (pull request 1747).
+_BRANCHES = 566 / 16
+_UNITS = 64
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
 # A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.normalization`).
 _STRIDED_REDUCTION = 1.3
@@ -67,7 +79,14 @@ class MemoryBound(Family[MemoryBoundOperator]):
     def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> KernelAnalysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
         flops = np.array([each.flops for each in operators], dtype=float)
-        return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
+        analysis = memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
+        issue = np.array([_issue(each, machine) for each in operators])
+        if not issue.any():
+            return analysis
+        floor = kernel_floor(machine)
+        seconds = np.hypot(analysis.seconds - floor, issue) + floor
+        features = {**analysis.features, "seconds": safe_log2(seconds)}
+        return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)
 
     def covers(self, operator: MemoryBoundOperator) -> bool:
         """True for measured kernels; ``unknown`` operators were not measured, whatever their bytes."""
@@ -82,6 +101,18 @@ class MemoryBound(Family[MemoryBoundOperator]):
         if streams or isinstance(operator, OptimizerStep | MemoryCopy):
             return "dtype"  # each byte once, as element-wise kernels do
         return "measured" if self.covers(operator) else "kind"
+
+
+def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
+    """Seconds of instructions of kernels that take an operand apart element by element; 0 for others."""
+    if isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
+        count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
+    elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
+        count = operator.elements * _ONE_BY_ONE
+    else:
+        return 0.0
+    chip = machine.chip()
+    return count / (chip.sm_count * _UNITS * chip.clock_hz)
 
 
 def memory_analysis(

@@ -1,11 +1,13 @@
 """bitsandbytes: weights in 4 and 8 bits, optimizers with states in 8 bits.
 
-Where it is installed it runs as it is, with the shapes of its own fake implementations (:func:`patches`).
+Where it is installed it runs as it is, with the shapes of its own fake implementations (:func:`patches`). Versions
+before 0.46 have none: they call a library with pointers, which :class:`_Library` stands for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,12 +183,13 @@ def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, st
     """Yield the patches of the installed package: weights become codes on the way to the GPU, and paged states are on
     the GPU, of which ``note`` is told.
     """
-    move = package.nn.Params4bit.to
+    parameter = package.nn.Params4bit
+    move, quantize = parameter.to, getattr(parameter, "_quantize", parameter.cuda)
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None and device.type in ("meta", "cuda") and not self.bnb_quantized:
-            return self._quantize("cuda")
+        if device is not None and device.type in ("meta", "cuda") and self.quant_state is None:
+            return quantize(self, "cuda")
         return move(self, *args, **kwargs)
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
@@ -196,10 +199,29 @@ def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, st
         )
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
-    yield package.nn.Params4bit, "to", to
+    yield parameter, "to", to
+    if isinstance(getattr(package.functional, "lib", None), _Library):
+        yield package.functional, "get_ptr", lambda tensor: tensor
     yield package.functional, "get_paged", get_paged
     for name in ("prefetch_tensor", "fill"):
         yield package.functional, name, lambda *_, **__: None
+
+
+class _Library:
+    """Library of kernels that are called by name with pointers, here with tensors."""
+
+    compiled_with_cuda = True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return partial(_launched, name)
+
+
+def _launched(name: str, *given: Any) -> None:
+    """Record a kernel: one that quantizes or expands writes the last tensor, others all but the first."""
+    read, *written = [each for each in given if isinstance(each, torch.Tensor)]
+    OPERATORS.update_(name, read, written[-1:] if "quantize" in name else written)
 
 
 class _Manager:
@@ -233,6 +255,7 @@ _NN = {
 _OPTIM = {**_optimizers(), "GlobalOptimManager": _Manager}
 MODULES: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"supported_torch_devices": {"cuda"}},
+    "bitsandbytes.cextension": {"lib": _Library(), "COMPILED_WITH_CUDA": True},
     "bitsandbytes.nn": _NN,
     "bitsandbytes.nn.modules": _NN,
     "bitsandbytes.optim": _OPTIM,

@@ -132,7 +132,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
-        if package not in PACKAGES or not self._stands_in(package):
+        if package not in PACKAGES or not (self._stands_in(package) or self._calls_a_library(name)):
             return None
         if package not in _ANYTHING and not _is_known(name) and not _asking_library():
             return None
@@ -146,6 +146,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return not library or (
             library not in LOOK_BY_IMPORTING and (package in sys.modules or package in ASKED_BY_LIBRARIES)
         )
+
+    def _calls_a_library(self, name: str) -> bool:
+        """True for the module by which an installed bitsandbytes without operators loads its kernels."""
+        installed = self.installed.get("bitsandbytes") if name == "bitsandbytes.cextension" else None
+        return installed is not None and not Path(str(installed.origin)).with_name("_ops.py").exists()
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         """Yield the metadata of the stand-ins, by which libraries check versions."""

@@ -580,6 +580,13 @@ _NAMES: dict[str, Config] = {
     "glm-5": {"model_type": "glm_moe_dsa", "num_nextn_predict_layers": 1, **_BF16},
     **dict.fromkeys(("minimax-m2", "minimax-m2.1", "minimax-m2.5"), {
         "model_type": "minimax_m2", "use_qk_norm": True, "num_mtp_modules": 3, **_BF16}),
+    **dict.fromkeys(("nvidia-nemotron-3-nano-30b-a3b", "nemotron-3-nano-30b-a3b"), {
+        "model_type": "nemotron_h", "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "head_dim": 128,
+        "intermediate_size": 1856, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "n_groups": 8, "ssm_state_size": 128, "mamba_num_heads": 64,
+        "mamba_head_dim": 64, "conv_kernel": 4, "num_hidden_layers": 52, "vocab_size": 131072,
+        "max_position_embeddings": 262144, **_BF16}),
     "vit-base-patch16-224": _vit(768, 12, 12),
     "vit-base-patch16-224-in21k": _vit(768, 12, 12),
     "vit-large-patch16-224": _vit(1024, 24, 16),

@@ -7,8 +7,9 @@ block (dense, or experts of which each token uses a few).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ Mixer = SoftmaxAttention | LatentAttention | LinearMixer
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Dense block of width ``inner``; ``gated``: the first product gives gate and value."""
+    """Dense block of width ``inner``, 0 for none; ``gated``: the first product gives gate and value."""
 
     inner: int
     gated: bool = True
@@ -139,10 +140,11 @@ class Experts:
     per_token: int
     inner: int
     shared: int = 0
+    gated: bool = True
 
     def parameters(self, hidden: int) -> int:
         """Number of weights, the router's included."""
-        return hidden * (3 * (self.count * self.inner + self.shared) + self.count)
+        return hidden * ((3 if self.gated else 2) * (self.count * self.inner + self.shared) + self.count)
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,15 @@ class ServedModel:
 
 _MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
 _ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "mpnet", "roberta", "t5", "vit", "xlm-roberta")
+# Entries of models with layers that are not known here, and what these are.
+_UNKNOWN = {
+    "attn_layer_period": "Mamba layers", "mamba_d_state": "Mamba layers", "ssm_cfg": "Mamba layers",
+    "state_size": "Mamba layers", "moe_latent_size": "experts in a latent space",
+    "block_configs": "layers of different sizes", "hybrid_layer_pattern": "layers of different sizes",
+    "layer_group_size": "lightning attention",
+    "linear_attn_config": "Kimi's delta attention", "share_q_dim": "factorised attention",
+    "zero_expert_num": "experts that compute nothing",
+}  # fmt: skip
 # Model types whose attention normalises queries and keys.
 _NORMALISED = (
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "glm4_moe", "minimax_m2", "olmo2",
@@ -227,11 +238,21 @@ def _model(config: Mapping[str, Any], source: str) -> ServedModel:
     kind = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder") or kind in _ENCODERS:
         raise InputError(f"has an encoder ({kind}); serving is modelled for decoders only")
+    unknown = {entry: what for entry, what in _UNKNOWN.items() if entry in config}
+    listed = config.get("attn_type_list")
+    if isinstance(listed, list) and 0 in listed:  # MiniMax-01
+        unknown["attn_type_list"] = "lightning attention"
+    if unknown:
+        entry, what = next(iter(unknown.items()))
+        raise InputError(f"has {what} ({entry}), which serving does not model")
     hidden = _number(config, "hidden_size", "n_embd", "d_model")
-    kinds = _layer_kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS))
-    layers = Counter(
-        Layer(_mixer(config, hidden, each), _block(config, hidden, place)) for place, each in enumerate(kinds)
-    )
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        layers = Counter(_hybrid_layers(config, hidden, pattern))
+    else:
+        kinds = _layer_kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers", most=_MOST_LAYERS))
+        layers = Counter(
+            Layer(_mixer(config, hidden, each), _block(config, hidden, place)) for place, each in enumerate(kinds)
+        )
     longest = ("max_position_embeddings", "n_positions", "max_sequence_length")
     predicting = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     try:
@@ -288,6 +309,24 @@ def _layer_kinds(config: Mapping[str, Any], count: int) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * count
 
 
+def _hybrid_layers(config: Mapping[str, Any], hidden: int, pattern: str) -> Iterator[Layer]:
+    """Layers of Nemotron-H (arXiv 2504.03624): a letter for each mixer (``M`` Mamba-2, ``*`` attention) and each block
+    (``-`` dense, ``E`` experts), which a mixer may be without.
+    """
+    if len(pattern) > _MOST_LAYERS or not re.fullmatch("([M*][-E]?)+", pattern):
+        raise InputError(f"hybrid_override_pattern is {pattern[:80]!r}; known are M and *, with - or E after them")
+    names = ("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel")
+    found: dict[str, Any] = {
+        "M": LinearMixer("ssd", *(_number(config, name, default=1) for name in names)),
+        "*": _mixer(config, hidden, "full_attention"),
+        "E": _block(config, hidden, 0),
+        "-": FeedForward(_number(config, "intermediate_size", default=1), False),
+        "": FeedForward(0),
+    }
+    for mixer, block in re.findall("([M*])([-E]?)", pattern):
+        yield Layer(found[mixer], found[block])
+
+
 def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
     heads = _number(config, "num_attention_heads", "n_head", "num_heads")
     if layer in ("linear_attention", "mamba", "mamba2"):
@@ -321,20 +360,36 @@ def _mixer(config: Mapping[str, Any], hidden: int, layer: str) -> Mixer:
 
 
 def _block(config: Mapping[str, Any], hidden: int, place: int) -> FeedForward | Experts:
-    count = _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 14)
+    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    count = _number(config, *names, default=0, most=1 << 14)
     listed = config.get("mlp_only_layers")
-    dense = place < _number(config, "first_k_dense_replace", default=0) or (
+    dense = place < _number(config, "first_k_dense_replace", "moe_layer_start_index", default=0) or (
         isinstance(listed, list) and place in listed
     )
     step = _number(config, "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1) or 1
     if count < 2 or dense or (place + 1) % step:
-        inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+        inner = _number(
+            config,
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            default=4 * hidden,
+        )
         return FeedForward(inner, config.get("model_type") not in _UNGATED)
     inner = _number(config, "moe_intermediate_size", "intermediate_size")
-    shared = _number(config, "shared_expert_intermediate_size", default=0)
-    shared = shared or _number(config, "n_shared_experts", "num_shared_experts", default=0) * inner
+    shared = _number(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0)
+    beside = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or _number(config, *beside, default=0) * inner
+    if config.get("model_type") == "llama4_text":  # one, of which its configuration says nothing
+        shared = inner
     return Experts(
-        count, _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", most=count), inner, shared
+        count,
+        _number(config, "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", most=count),
+        inner,
+        shared,
+        config.get("model_type") != "nemotron_h",
     )
 
 

@@ -100,11 +100,11 @@ def _one_pass(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(f"package::{call.inputs[0]}", written[0], read, written)]
 
 
-def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor]) -> DeviceWork:
+def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor], kind: str = "fused") -> DeviceWork:
     """Return a kernel over the elements of ``main`` that moves all tensors once."""
     width = max(size_bytes(main) // max(numel(main), 1), 1)
     total = sum(size_bytes(each) for each in (*read, *written)) - size_bytes(main)
-    return DeviceWork(name, (Elementwise("fused", numel(main), 0, 1, total // width, priced_dtype(main)),))
+    return DeviceWork(name, (Elementwise(kind, numel(main), 0, 1, total // width, priced_dtype(main)),))
 
 
 def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -115,9 +115,15 @@ def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _update(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower an optimizer's kernel over one parameter: the gradient is read, all others are read and written."""
+    """Lower an optimizer's kernel over one parameter: the gradient is read, all others are read and written; or one
+    of a library before bitsandbytes 0.46 that only writes its last tensor, to 4-bit codes or from them by branches.
+    """
     gradient, written = tensor_argument(call, 1), list(tensors(call.inputs[2:3]))
-    return [_moved(f"package::{call.inputs[0]}", written[0], [gradient, *written], written)]
+    name = str(call.inputs[0])
+    if "quantize" not in name:
+        return [_moved(f"package::{name}", written[0], [gradient, *written], written)]
+    expands = "dequantize" in name and name.endswith("4")
+    return [_moved(f"package::{name}", written[0], [gradient], written, "branches" if expands else "fused")]
 
 
 def _updated(call: OperatorCall, context: Context) -> list[DeviceWork]:

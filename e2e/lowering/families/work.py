@@ -207,6 +207,7 @@ def elementwise(
     """Return a kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
     elements = numel(output)
     full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
+    inputs = list(inputs)
     for tensor in inputs:
         count = stored_elements(context, tensor)
         if count >= elements:
@@ -229,8 +230,28 @@ def elementwise(
     target = priced_dtype(output)
     dtype = dtype or target
     other = "" if target == dtype else target
-    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse)
+    apart = any(not _in_vectors(context, kind, tensor, output, inputs) for tensor in inputs)
+    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse, apart)
     return DeviceWork(name or kind, (record,), auxiliary=auxiliary)
+
+
+def _in_vectors(context: Context, kind: str, tensor: Tensor, output: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """True if PyTorch's element-wise kernel reads ``tensor`` in vectors: it is dense, in the order of ``output``, and
+    of the type computed in. Casts from FP32 to 16 bits have kernels that take FP32.
+    """
+    if kind == "cast" and not (tensor.dtype == "float32" and output.dtype in ("float16", "bfloat16")):
+        return False
+    if kind != "cast" and len({each.dtype for each in inputs if "float" in each.dtype}) > 1:
+        return False
+    steps, others = (
+        [each for each in zip(context.stride(one), one.shape, strict=True) if each[1] != 1] for one in (tensor, output)
+    )
+    dense = 1
+    for step, extent in sorted(steps):
+        if step != dense:
+            return False
+        dense *= extent
+    return steps == others
 
 
 def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data._utils import worker
 
 from costmodel.operators.attention import Attention
@@ -80,6 +81,18 @@ def test_functions_called_between_operators_are_counted_where_they_run():
     assert all(call.functions < 30 for call in trace.calls if call.name in ("aten::sin", "aten::tanh"))
     infos = lower(trace).calls.values()
     assert [info.functions for info in infos if info.name == "aten::cos"] == [few, many, in_c]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_checkpoint_around_compiled_code_computes_all_of_it_again(compiles: bool):
+    def run() -> None:
+        layer = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)).to("cuda")
+        if compiles:
+            layer.compile()
+        checkpoint(layer, tensor(8, 64), use_reentrant=False).sum().backward()
+
+    products = [call for call in watched(run).calls if call.name == "aten::addmm"]
+    assert len(products) == (4 if compiles else 3)  # eagerly the last one's result is needed by nothing
 
 
 def test_only_what_is_compiled_is_fused():

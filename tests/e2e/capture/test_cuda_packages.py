@@ -16,8 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from costmodel.base.errors import ModelError
+from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.fitted import packaged_machine
 from costmodel.operators.attention import Attention, seen_pairs
-from costmodel.operators.device_work import Gemm, Normalization, OptimizerStep, ScaledGemm
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, OptimizerStep, ScaledGemm
 from e2e.capture.cuda_packages import mmcv
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
 from e2e.capture.imports import patched_imports
@@ -187,6 +189,30 @@ def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     four = trained(lambda: modules["bitsandbytes.nn"]["Linear4bit"](256, 256, bias=False))
     assert [task.name for task in four.tasks].count("package::dequantize_4bit") == 2
     assert len(records(four, Gemm)) == 2  # the frozen weight has no gradient
+
+
+def test_an_older_bitsandbytes_calls_its_library_by_name(told: list[str]):
+    """Weights are expanded by branches, whose instructions take longer than their bytes; an optimizer updates all."""
+    library = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES["bitsandbytes.cextension"]["lib"]
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        codes = torch.zeros(4096 * 2048, dtype=torch.uint8, device="cuda")
+        weight, state = torch.zeros(4096 * 4096, **HALF), torch.zeros(4096 * 4096, device="cuda")
+
+        def step() -> None:
+            library.cdequantize_blockwise_bf16_nf4(None, codes, weight, 64)
+            library.cdequantize_blockwise_bf16(None, codes, weight, 64)
+            library.cadam32bit_grad_bf16(weight, weight.clone(), state, 0.1)
+
+        return nn.Identity(), step
+
+    branches, table, update = [each for each in records(lowered(make), Elementwise) if each.broadcast_elements]
+    assert (branches.kind, table.kind) == ("branches", "fused")
+    assert branches.read_bytes + branches.write_bytes == 4096 * 4096 * 5 // 2
+    assert update.read_bytes + update.write_bytes == 4096 * 4096 * (2 + 2 * (2 + 4))
+    machine = packaged_machine("a100-sxm-40gb")
+    seconds = [each.seconds for each in gpu_cost_model(machine).estimate([branches, table])]
+    assert seconds[0] > 1.5 * seconds[1]
 
 
 def test_layers_of_state_spaces_are_scans(told: list[str]):

@@ -230,7 +230,12 @@ def test_collectives_of_a_group_are_numbered():
 def test_a_captured_step_lowers_to_one_launch_per_task():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)).to("meta")
     data = torch.empty(4, 8, device="meta")
-    trace = capture(CapturedWorkload("toy", model, lambda: model(data).sum().backward()))
+
+    def step() -> None:
+        model.zero_grad()
+        model(data).sum().backward()
+
+    trace = capture(CapturedWorkload("toy", model, step))
     graph = lower(trace)
     assert Counter(task.name for task in graph.tasks) == {
         "aten::addmm": 1,

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.fitted import packaged_machine
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
     ConvolutionBackward,
@@ -183,16 +185,42 @@ def test_softmax_over_any_dimension():
 
 
 def test_elementwise_with_broadcast_and_types():
-    assert records("aten::add", (t(4, 8), t(8), 1), (out(4, 8),)) == [Elementwise("add", 32, 1, 1, 8)]
+    (added,) = records("aten::add", (t(4, 8), t(8), 1), (out(4, 8),))
+    assert added == Elementwise("add", 32, 1, 1, 8, one_by_one=True)
     assert records("aten::mul", (t(4, 8), 2.0), (out(4, 8),)) == [Elementwise("mul", 32)]
     expanded = t(4, 8, stride=(0, 1))
-    assert records("aten::mul", (t(4, 8), expanded), (out(4, 8),)) == [Elementwise("mul", 32, 1, 1, 8)]
+    assert records("aten::mul", (t(4, 8), expanded), (out(4, 8),)) == [Elementwise("mul", 32, 1, 1, 8, one_by_one=True)]
     assert records("aten::gt", (t(8), 0), (out(8, dtype="bool"),)) == [Elementwise("gt", 8, output_dtype="bool")]
     # One byte of the mask and four of each side are read for an element.
     assert records("aten::where", (t(8, dtype="bool"), t(8), t(8)), (out(8),))[0].read_bytes == 8 * (1 + 4 + 4)
     assert records("aten::gelu_", (t(8),), (t(8),)) == [Elementwise("gelu", 8)]
     assert records("aten::threshold_backward", (t(8), t(8), 0), (out(8),)) == [Elementwise("relu_backward", 8, 2)]
     assert records("aten::zeros", ((8,),), (out(8),)) == [Elementwise("fill", 8, 0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "one_by_one"),
+    [
+        ((t(4, 8), t(4, 8)), False),
+        ((t(4, 8, stride=(1, 4)), t(4, 8)), True),  # another order than the output
+        ((t(4, 8, stride=(16, 1)), t(4, 8, stride=(16, 1))), True),  # with gaps
+        ((t(4, 8), t(4, 8, dtype="bfloat16")), True),  # converted
+        ((t(4, 8), t(4, 8, dtype="bool")), False),
+    ],
+)
+def test_operands_are_read_in_vectors_or_one_by_one(given: tuple[Tensor, Tensor], one_by_one: bool):
+    (record,) = records("aten::mul", given, (out(4, 8),))
+    assert record.one_by_one is one_by_one
+
+
+def test_casts_to_narrow_numbers_are_read_in_vectors():
+    for source, target, one_by_one in (("float32", "bfloat16", False), ("bfloat16", "float32", True)):
+        (cast,) = records("aten::_to_copy", (t(8, dtype=source),), (out(8, dtype=target),))
+        assert cast.one_by_one is one_by_one
+    half = Elementwise("mul", 2**26, 1, 1, 8, "bfloat16")
+    model = gpu_cost_model(packaged_machine("a100-sxm-80gb"))
+    vectors, apart = (each.seconds for each in model.estimate([half, replace(half, one_by_one=True)]))
+    assert 1.2 * vectors < apart < 3 * vectors
 
 
 @pytest.mark.parametrize(("dtype", "mask"), [("float32", 16), ("float16", 32)])

@@ -125,13 +125,15 @@ def cost(before, after):
 ROADS = [
     Relation(
         "a script and the sizes of its model",
-        # So large that no step waits for the host: Python functions are counted in scripts alone.
-        one_gpu(config="llama", gpu=("h100-sxm", "a100-sxm-80gb", "l40s"), batch_size=8, sequence_length=2048, **PURE),
+        one_gpu(config="llama", batch_size=(2, 8), sequence_length=(128, 2048), **PURE),
         (as_it_is, by_script),
         close,
     ),
     Relation(
-        "one GPU and one replica", one_gpu(config=("llama", "gpt2", "mixtral")), (as_it_is, to(parallel="dp=1")), close
+        "one GPU and one replica",
+        one_gpu(config=("llama", "gpt2", "mixtral")),
+        (as_it_is, to(parallel="dp=1")),
+        partial(close, width=0.03),  # the host's part of a step is known to a factor
     ),
     Relation(
         "one GPU and one replica for inference",

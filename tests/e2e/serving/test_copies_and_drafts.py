@@ -37,8 +37,8 @@ def test_a_longer_cache_takes_longer_and_the_network_longer_still() -> None:
     ("text", "message"),
     [
         ("tokens=3", "write tokens=3,acceptance=0.7"),
-        ("tokens=0,acceptance=0.5", "whole number"),
-        ("tokens=3,acceptance=2", "from 0 to 1"),
+        ("tokens=0,acceptance=0.5", "must be from 1 to 64"),
+        ("tokens=3,acceptance=2", "must be from 0 to 1"),
         ("tokens=3,acceptance=0.5", "has no layers that predict"),
     ],
 )

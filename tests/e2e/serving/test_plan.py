@@ -122,7 +122,8 @@ def test_reports_say_the_same(plan: ServingPlan, tmp_path: Path) -> None:
     assert record["best"]["command"] in text
     json.dumps(record, allow_nan=False)
     write_plan_page(plan, tmp_path / "plan.html")
-    assert "Throughput per GPU" in (tmp_path / "plan.html").read_text()
+    page = (tmp_path / "plan.html").read_text()
+    assert "Throughput per GPU" in page and f", users {plan.rows[0].users}, TTFT " in page.split("</p>")[0]
 
 
 def test_what_cannot_be_is_told_in_one_line() -> None:

@@ -51,7 +51,7 @@ def test_formats(tmp_path, text, arrivals, inputs, outputs):
 
 def test_prefixes_and_priorities(tmp_path):
     load = read_trace(written(tmp_path, MOONCAKE))
-    assert load.prefixes == ((46, 47), (46, 48)) and load.prefix_block == 512
+    assert load.prefixes == [(46, 47), (46, 48)] and load.prefix_block == 512
     assert load.priorities is not None and load.priorities.tolist() == [0, 1]
     assert read_trace(written(tmp_path, AZURE)).prefixes is None
 

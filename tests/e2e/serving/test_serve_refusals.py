@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,13 +101,23 @@ def test_an_unknown_option_of_python():
         e2e.serve("llama-3.1-8b", gpu="h100-sxm", batch_size=4)
 
 
-def test_a_configuration_of_no_model(tmp_path):
-    for text, told in (("{", "not valid JSON"), ("[1]", "must have a model_type"),
-                       ('{"model_type": "mamba", "hidden_size": 64}', "decoders only")):  # fmt: skip
-        path = tmp_path / "config.json"
-        path.write_text(text)
-        with pytest.raises(ProjectError, match=told):
-            e2e.serve(model_config=path, gpu="h100-sxm")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must have a model_type"),
+        ('{"model_type": "mamba", "hidden_size": 64}', "decoders only"),
+        ('{"model_type": "jamba", "attn_layer_period": 8}', "has Mamba layers"),
+        ('{"model_type": "nemotron_h", "hidden_size": 64, "hybrid_override_pattern": "MX"}', "hybrid_override_pattern"),
+        ('{"model_type": "nemotron-nas", "block_configs": []}', "layers of different sizes"),
+        ('{"model_type": "minimax_text_01", "attn_type_list": [0, 1]}', "lightning attention"),
+    ],
+)
+def test_a_configuration_of_no_known_model(text: str, told: str, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ProjectError, match=told):
+        e2e.serve(model_config=path, gpu="h100-sxm")
 
 
 def test_what_does_not_fit_says_how_much_is_missing():

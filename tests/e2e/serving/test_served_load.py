@@ -13,7 +13,7 @@ import pytest
 
 import e2e
 from e2e.serving.serving_answer import ServingAnswer, serve
-from e2e.serving.serving_report import serving_page, users_curve, write_serving_timeline
+from e2e.serving.serving_report import users_curve, write_serving_page, write_serving_timeline
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.serving_result import ServingResult, serving_result
 
@@ -227,9 +227,17 @@ def test_page(tmp_path):
     assert [each.tokens_per_second_per_user for _, each in curve] == sorted(
         (each.tokens_per_second_per_user for _, each in curve), reverse=True
     )
-    path.write_text(serving_page(serving_result(found), curve))
+    write_serving_page(found, serving_result(found), path)
     page = path.read_text()
     assert "tokens/s per user" in page and page.count("<svg") == 2
+
+
+def test_curve_of_a_trace_whose_beginnings_are_routed(tmp_path):
+    line = '{"timestamp": 0, "input_length": 1100, "output_length": 8, "hash_ids": [1, 2]}\n'
+    (tmp_path / "trace.jsonl").write_text(3 * line)
+    asked = ServingRequest(model="llama-3.2-1b", gpu="l4", replicas=2, router="prefix", concurrency=1,
+                           requests=tmp_path / "trace.jsonl")  # fmt: skip
+    assert users_curve(serve(asked))[0][1].request["input_length"] == 1100
 
 
 def test_the_loop_of_the_page_is_the_scheduler():
