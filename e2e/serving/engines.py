@@ -38,7 +38,7 @@ _Seconds = Annotated[float, Quantity("s", above_zero=False, most=60)]
 # Values that a user may set.
 _OPTIONS = (
     "schedule", "admission", "token-budget", "sequences", "graph-sequences", "memory-share", "block", "server", "step",
-    "sequence", "launch",
+    "sequence", "launch", "stream",
 )  # fmt: skip
 
 
@@ -65,14 +65,18 @@ class Engine:
     step: _Seconds  # seconds of the host per step
     sequence: _Seconds  # per sequence of a step
     launch: _Seconds  # per kernel that is launched without a graph
+    stream: _Count = 1  # tokens of a message to the client; the first one waits for as many
     version: str = ""
     memory: Share = "whole"
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
+    overlaps: bool = False  # the next step is planned while one runs: who arrives meanwhile waits for both
     shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
     # Where a recipe sets the token budget to one prompt, this, and one token per user (0: ``token_budget`` stands).
     beside_prompt: int = 0
+    user_slots: bool = False  # a recipe sets ``sequences`` to the users
+    idle_slots: int = 0  # of ``sequences``, which are never used
     # Factors, each way, within which 80 % of the means of measured runs lie, beside the errors of their kernels.
-    band_tpot: float = 1.12
+    band_tpot: float = 1.08
     band_ttft: float = 1.65
 
 
@@ -105,6 +109,8 @@ def engine_named(
         values |= _defaults_of(found.get("by_gpu") or (), version, machine, ranks)
     if values.get("beside_prompt"):
         values["token_budget"] = prompt + values["beside_prompt"] + users
+    if values.get("user_slots") and users:
+        values["sequences"] = users
     asked = named_values("--engine-options", options, _OPTIONS)
     values |= {key.replace("-", "_"): value for key, value in asked.items()}
     try:

@@ -78,7 +78,7 @@ def _serve(
             busy = sorted(each.now for each in every if each.load)
             earliest = min(every, key=lambda each: each.now if each.load else _NEVER)
             others = busy[1] if len(busy) > 1 else _NEVER
-        if when <= earliest.now or moved <= earliest.now or not earliest.load:
+        if when <= earliest.seen or moved <= earliest.seen or not earliest.load:
             if when <= moved:
                 number = next(listed)
                 heapq.heappop(sends)

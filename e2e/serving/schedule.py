@@ -109,6 +109,7 @@ class Scheduler:
         self.yielded = price.tokens_per_step  # outputs of a sequence in one decoding step
         self.beside = price.sequence_tokens  # tokens of the cache that a sequence takes beside its own
         self.now = 0.0
+        self.seen = 0.0  # requests that arrived by then may join the next step
         self.ticks = 0  # decoding steps so far
         self.waiting: list[tuple[tuple[int, int], ServedSequence]] = []
         self.filling: deque[ServedSequence] = deque()  # prompts that are partly computed
@@ -135,7 +136,7 @@ class Scheduler:
     def submit(self, each: ServedSequence, when: float) -> None:
         """Queue a sequence at ``when`` seconds."""
         if not self.load:
-            self.now = max(self.now, when)
+            self.now = self.seen = max(self.now, when)
             self.reserved = _RESERVED
         heapq.heappush(self.waiting, (each.order, each))
 
@@ -196,7 +197,7 @@ class Scheduler:
         if not active:
             return True
         each, room, policy = self.waiting[0][1], self.room, self.engine.admission
-        if active >= self.engine.sequences * self.copies or self.full:
+        if active >= (self.engine.sequences - self.engine.idle_slots) * self.copies or self.full:
             return False
         if policy == "no-evict":
             return self.promised + self._whole(each) <= room
@@ -287,6 +288,7 @@ class Scheduler:
         if len(self.run.log) < MOST_LOGGED:
             self.run.log.append(LoggedStep(self.now, seconds, 1, running, context, tuple(asked), self.number))
         self._advance(seconds)
+        self._see(seconds)
         if self.running:
             self.pause += seconds
         if running:
@@ -345,7 +347,12 @@ class Scheduler:
             self._advance(seconds * steps)
             self.pause = seconds
             self._tokens(steps)
+        self._see(seconds)
         self._finish()
+
+    def _see(self, seconds: float) -> None:
+        """The step after this one of ``seconds`` was planned when it began, if the engine overlaps the two."""
+        self.seen = self.now - seconds if self.engine.overlaps else self.now
 
     def _advance(self, seconds: float) -> None:
         run, cached = self.run, self.cached()

@@ -112,6 +112,8 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
     else:
         count = request.replicas * (request.gpus // deployment.parallel.gpus)
         serve_workload(workload, copies(deployment, count), request.router)
+    held = np.minimum(deployment.engine.stream, workload.outputs) - 1  # tokens that the first message waits for
+    run.first += (run.last - run.first) * held / np.maximum(workload.outputs - 1, 1)
     return ServingAnswer(request, deployment, workload, known, run)
 
 

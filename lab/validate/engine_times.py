@@ -5,10 +5,9 @@ The time per token of a row is nearly linear in the seconds per step and per seq
 engine has now. That to the first token is not linear in the server's, by which users meet or spread: it is predicted at
 some, with the other times that the engine has now (fit again with what is found). Three predictions of each row (with
 neither, with some seconds per step, with some per sequence) give the coefficients, by which every choice of constants
-is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with times of steps that
-are fitted to the other groups behind the same front end (Dynamo, or the engine's own server), by which they differ more
-than by the engine, and with the server's time of the engine's other groups. A band is the pair of factors between
-which 80 % of measured over predicted values lie.
+is judged. Groups of rows (GPU x engine x model) weigh the same. Left out: a group is predicted with times that are
+fitted to all other groups, of whatever engine. A band is the pair of factors between which 80 % of measured over
+predicted values lie.
 
     python -m lab.validate.engine_times --data DATA    # the constants, those without each group, and the bands
 """
@@ -76,7 +75,8 @@ def row_line(row: MeasuredServing) -> RowLine | None:
     """The line of one row; ``None`` if it cannot be answered."""
 
     def answer(**seconds: float) -> Mapping[str, float]:
-        options = ",".join(f"{name}={value:.9f} s" for name, value in seconds.items())
+        times = [f"{name}={value:.9f} s" for name, value in seconds.items()]
+        options = ",".join(filter(None, [row.request.engine_options, *times]))
         return quantities(answered(replace(row, request=replace(row.request, engine_options=options))))
 
     try:
@@ -121,17 +121,8 @@ def _weights(lines: Sequence[RowLine]) -> np.ndarray:
 
 def left_out(lines: Sequence[RowLine]) -> dict[str, HostTimes]:
     """For each group, the constants fitted without it."""
-    found = {}
-    for group, row in {each.row.group: each.row for each in lines}.items():
-        others = [each for each in lines if each.row.group != group]
-        behind = fitted([each for each in others if each.row.front == row.front] or others)
-        alike = fitted([each for each in others if _engine(each.row) == _engine(row)] or others)
-        found[group] = replace(behind, server=alike.server)
-    return found
-
-
-def _engine(row: MeasuredServing) -> str:
-    return row.request.engine.partition("=")[0]
+    groups = dict.fromkeys(each.row.group for each in lines)
+    return {group: fitted([each for each in lines if each.row.group != group]) for group in groups}
 
 
 def band(errors: Iterable[float]) -> tuple[float, float]:

@@ -40,6 +40,12 @@ _CONFIGS = {
 _MIXTURES = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B-FP8")
 _WEIGHTS = {"fp8_block": "fp8-block", "fp16": "bf16", "int8_wo": "int8", "int4_wo_g32": "int4"}
 
+# What InferenceX' scripts start engines with (``benchmarks/dsr1_fp8_h200.sh``, ``gptoss_fp4_h200_trt_slurm.sh``).
+_RECIPES = {
+    ("inferencex", "sglang", "DeepSeek-R1"): "token-budget=32768,stream=10",
+    ("inferencex", "trtllm", "gpt-oss-120b"): "token-budget=20000",
+}
+
 
 @dataclass(frozen=True)
 class MeasuredServing:
@@ -50,8 +56,6 @@ class MeasuredServing:
     request: ServingRequest
     measured: Mapping[str, float]
     counts: bool = True
-    # Who sent the requests, and through what: ``nvidia`` (Dynamo) or ``inferencex`` (the engine's own server).
-    front: str = ""
 
 
 def read_silicon(data: Path) -> list[MeasuredServing]:
@@ -70,10 +74,12 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
             precision += ",kv=fp8"  # kv-cache-dtype of vLLM's recipes that InferenceX follows
         concurrency, version = int(row["concurrency"]), row["engine_version"]
         tp, ep = _ranks(row)
+        recipe = _RECIPES.get((row["source"], row["engine"], row["model"]), "")
         request = ServingRequest(
             gpu=row["gpu"],
             model_config=_config(data, row["model"]),
             gpus=tp,
+            engine_options=recipe,
             parallel=f"tp={tp},ep={ep},dp-attention={row['attention_dp']}",
             engine=row["engine"] + (f"={version}" if version[:1].isdigit() else ""),
             precision=precision,
@@ -88,7 +94,7 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
         measured = {"tpot": tpot, "ttft": ttft, "throughput": throughput}
         counts = "queueing" not in row["flags"] and row["speculative"] == "none"
         group = f"{row['gpu']}/{row['engine']}/{row['model']}"
-        found.append(MeasuredServing(group, row["row"], request, measured, counts, row["source"]))
+        found.append(MeasuredServing(group, row["row"], request, measured, counts))
     return found
 
 
@@ -137,7 +143,8 @@ def _fixed(
         output_length=int(row["output_tokens"]),
         concurrency=batch,
         requests=batch,
-        engine_options="server=0 s",  # called within its process
+        # Others than Splitwise call the engine within its process.
+        engine_options="" if source == "splitwise" else "server=0 s",
     )
     name = f"{row['model']} tp{row['tp']} {row['prompt_tokens']}+{row['output_tokens']} x {batch}"
     return MeasuredServing(f"{source}/{row['gpu']}/{engine.split('=')[0]}", name, request, measured)

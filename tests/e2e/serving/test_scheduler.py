@@ -66,6 +66,20 @@ def test_a_client_sends_again_when_the_answer_is_there_and_the_server_takes_its_
     assert run.last.tolist() == [12.5, 25.0]
 
 
+@pytest.mark.parametrize(("overlaps", "first"), [(False, 6.0), (True, 7.0)])
+def test_who_arrives_in_a_step_waits_for_the_next_one_too_if_that_is_planned(overlaps: bool, first: float) -> None:
+    """The first request has its prompt until 2 s and then a token each second; the second one comes at 3.5 s."""
+    load = replace(closed_loop(100, 11, 2, 2), arrivals=np.array([0.0, 3.5]))
+    run = _served(load, overlaps=overlaps)
+    assert run.first.tolist() == [2.0, first]
+
+
+def test_one_slot_of_so_many_as_users_stays_empty() -> None:
+    assert engine_named("trtllm=1.0", users=8).sequences == 8
+    run = _served(closed_loop(100, 11, 2, 2), sequences=2, idle_slots=1)
+    assert run.first[1] == run.last[0] + 2.0
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_all_tokens_come_whatever_the_room(engine: str) -> None:
     load = closed_loop(100, 50, 8, 24, 0.5)

@@ -118,6 +118,12 @@ def test_shorter_prompts_start_earlier():
     assert figures(input_length=128).ttft_seconds.mean < figures().ttft_seconds.mean
 
 
+def test_the_first_message_waits_for_as_many_tokens_as_it_holds():
+    one, ten = answer(engine="sglang"), answer(engine="sglang", engine_options="stream=10")
+    assert ten.ttft_seconds == pytest.approx(one.ttft_seconds + 9 * one.tpot_seconds)
+    assert ten.tpot_seconds == pytest.approx(one.tpot_seconds * 54 / 63)
+
+
 def test_more_users_wait_longer_and_get_more_together():
     results = [figures(concurrency=users, requests=5 * users) for users in (1, 8, 32)]
     assert [each.tpot_seconds.mean for each in results] == sorted(each.tpot_seconds.mean for each in results)
