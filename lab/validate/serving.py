@@ -288,7 +288,7 @@ class ServingSection:
 
 
 def _statistics(found: Sequence[ServingError], name: str) -> dict[str, float]:
-    signed = np.array([each.error(name) for each in found])
+    signed = np.array([each.error(name) for each in found if name in each.row.measured])
     return {
         "count": len(signed),
         "mean": float(np.abs(signed).mean()),
