@@ -349,8 +349,11 @@ class Recorder(TorchDispatchMode):
         if id(module) in self.graphed:
             self.graphs.enter()
 
-    def leave_module(self, module: torch.nn.Module, given: Any, named: Any, returned: Any) -> None:
-        """End ``module``, which was entered last: called with ``given`` and ``named``, it ``returned``."""
+    def leave_module(self, module: torch.nn.Module, given: Any, *named_and_returned: Any) -> None:
+        """End ``module``, which was entered last: called with ``given`` and named arguments, which PyTorch leaves out
+        after an error, it returned the last.
+        """
+        *named, returned = named_and_returned
         if self._here.modules:
             self._here.modules.pop()
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
