@@ -1,6 +1,6 @@
 """Published throughput of large language models, trained and served, against ours; nothing is fitted to these figures.
 
-    python -m lab.bench.published_throughput llama3|megatron|mixtures|serving|strangers [--only TEXT]
+    python -m lab.bench.published_throughput llama3|megatron|mixtures|serving|community [--only TEXT]
     python -m lab.bench.published_throughput mfu --every 9
 
 **Llama 3**: "The Llama 3 herd of models" (arXiv 2407.21783), table 4: BF16 on 8,192 and 16,384 H100 SXM in nodes of
@@ -40,7 +40,7 @@ Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 
 the last three improvements, which made 368 of 253 with it, 8 % of them by looser acceptance). B200 and GB200, and H200
 for comparison. Attention of DeepSeek-R1 in FP4 is taken to be in BF16, the cache of all but the first of 8 GPUs in FP8.
 
-**Strangers**: mean TTFT, TPOT and output tokens per second of ``published_serving.csv``, as strangers measured them on
+**Community**: mean TTFT, TPOT and output tokens per second of ``published_serving.csv``, as users measured them on
 the engines' own servers: GPUStack's performance lab, SGLang's cookbook, CloudRift, IOG, Vultr and threads of vLLM. Half
 of the rows, by the SHA-256 of their names, were held out before any was predicted. Lengths are ``fixed``, ``even``
 (from one token to twice the mean) or ``sharegpt``: of its lengths only the means are told; they are taken to be
@@ -419,13 +419,13 @@ def _served(only: str) -> None:
             print(f"{'H200' if hopper else 'Blackwell'}: {len(errors)} rows, median {middle:.0%}")
 
 
-STRANGERS = Path(__file__).with_name("published_serving.csv")
+COMMUNITY = Path(__file__).with_name("published_serving.csv")
 
 
-def read_strangers(folder: Path) -> list[MeasuredServing]:
-    """The served runs that strangers measured; their traces of requests are written to ``folder``."""
+def read_community_runs(folder: Path) -> list[MeasuredServing]:
+    """The served runs that users measured and published; their traces of requests are written to ``folder``."""
     found: list[MeasuredServing] = []
-    for row in csv_rows(STRANGERS, "served runs"):
+    for row in csv_rows(COMMUNITY, "served runs"):
         users, count, rate = int(row["users"] or 0), int(row["requests"]), float(row["rate"] or 0)
         inputs, outputs = float(row["input_tokens"]), float(row["output_tokens"])
         lengths: dict[str, Any] = {"requests": count}
@@ -478,10 +478,10 @@ def _whole_run(row: MeasuredServing) -> tuple[Mapping[str, float], Mapping[str, 
     }
 
 
-def _strangers(only: str) -> None:
+def _community(only: str) -> None:
     """Print the errors of the runs whose group and name contain ``only``, one by one and by group."""
     with tempfile.TemporaryDirectory(prefix="published-serving-") as folder:
-        rows = [each for each in read_strangers(Path(folder)) if only in f"{each.group}/{each.name}"]
+        rows = [each for each in read_community_runs(Path(folder)) if only in f"{each.group}/{each.name}"]
         section = ServingSection(*errors_of(rows, _whole_run))
     for each in section.errors:
         told = (f"{name} {each.predicted[name]:.4g} ({each.error(name):+.0%})" for name in each.row.measured)
@@ -493,7 +493,7 @@ TABLES: Mapping[str, Sequence[PublishedRun]] = {"llama3": LLAMA_RUNS, "megatron"
 
 
 def throughput_command(
-    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu, serving, strangers.")],
+    table: Annotated[str, typer.Argument(help=f"Of {', '.join(TABLES)}, mfu, serving, community.")],
     only: Annotated[str, typer.Option(help="Runs whose name contains this.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Every n-th run alone.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Folder of the measurements, for mfu.")] = None,
@@ -502,13 +502,13 @@ def throughput_command(
     if table == "mfu":
         steps = [step for step in published_rows(data_folder(data)) if only in step.row.name]
         _print_mfu(steps[::every])
-    elif table in ("serving", "strangers"):
-        _served(only) if table == "serving" else _strangers(only)
+    elif table in ("serving", "community"):
+        _served(only) if table == "serving" else _community(only)
     elif table in TABLES:
         for row in [each for each in TABLES[table] if only in each.name][::every]:
             print(compare(row), flush=True)
     else:
-        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu, serving, strangers")
+        raise InputError(f"{table}: no such table; choose of {', '.join(TABLES)}, mfu, serving, community")
 
 
 def _print_mfu(steps: Sequence[AskedStep]) -> None:
