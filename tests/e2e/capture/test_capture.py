@@ -128,11 +128,14 @@ def test_gradients_of_a_tensor_used_twice_are_added_in_place():
     first, second = torch.nn.Linear(8, 8, device="meta"), torch.nn.Linear(8, 8, device="meta")
     data = torch.empty(4, 8, device="meta")
 
+    both = torch.nn.ModuleList([first, second])
+
     def step() -> None:
+        both.zero_grad()
         hidden = first(data)
         (hidden + second(hidden)).square().sum().backward()
 
-    trace = capture(CapturedWorkload("shortcut", torch.nn.ModuleList([first, second]), step))
+    trace = capture(CapturedWorkload("shortcut", both, step))
     added = [call for call in trace.calls if call.phase == "backward" and call.name.startswith("aten::add")]
     assert [call.name for call in added] == ["aten::add_"]
     assert added[0].outputs[0].storage == added[0].inputs[0].storage
