@@ -47,10 +47,9 @@ def read_precision(text: str, model: ServedModel, machine: Machine) -> ServingPr
     for key, value in asked.items():
         if value not in _STORED[key]:
             raise InputError(f"--precision {key}={value}: choose one of {', '.join(_STORED[key])}")
-    if "experts" in asked and not model.has_experts:
-        raise InputError(f"--precision experts={asked['experts']}: {model.name} has no experts; leave it out")
     weights = asked.get("weights") or model.stored or "bf16"
     experts = asked.get("experts") or (weights if "weights" in asked else model.stored_experts or weights)
+    experts = experts if model.has_experts else weights  # one list of options for all models
     able = "float8" in machine.compute
     if asked.get("activations") == "fp8" and not able:
         raise InputError(

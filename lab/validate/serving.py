@@ -37,7 +37,6 @@ _CONFIGS = {
     "Mistral-7B-v0.1": "mistral-7b", "Llama-2-7B": "llama-2-7b", "Llama-2-70B": "llama-2-70b",
     "Llama-3.1-8B": "llama-3.1-8b",
 }  # fmt: skip
-_MIXTURES = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B-FP8")
 _WEIGHTS = {"fp8_block": "fp8-block", "fp16": "bf16", "int8_wo": "int8", "int4_wo_g32": "int4"}
 
 # What InferenceX' scripts start engines with (``benchmarks/dsr1_fp8_h200.sh``, ``gptoss_fp4_h200_trt_slurm.sh``).
@@ -63,9 +62,7 @@ def read_silicon(data: Path) -> list[MeasuredServing]:
     path = data / FOLDER / "silicon.csv.gz"
     found = []
     for row in csv_rows(path, "serving rows"):
-        precision = f"weights={_weights(row['weights'])}"
-        if row["model"] in _MIXTURES:
-            precision += f",experts={_weights(row['expert_weights'])}"
+        precision = f"weights={_weights(row['weights'])},experts={_weights(row['expert_weights'])}"
         if row["model"] == "DeepSeek-R1":
             precision = "weights=fp8-block,experts=fp8-block"
         if row["engine"] == "trtllm" and row["weights"].startswith("fp8"):

@@ -71,7 +71,6 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "prefix_share": 0.5}, "give --prefix-length too"),
         ({**BASE, "router": "prefix", "replicas": 2}, "give --prefix-length too"),
         ({**BASE, "router": "least-loaded", "disaggregate": "prefill=1,decode=1"}, "leave one out"),
-        ({**BASE, "parallel": "tp=1,ep=1", "precision": "experts=fp8"}, "llama-3.1-8b has no experts"),
         ({**BASE, "gpus": 2, "parallel": "tp=2,ep=2"}, "llama-3.1-8b has no experts"),
         (
             {**BASE, "speculate": "tokens=1,acceptance=1,draft=lama-3.1-8b"},

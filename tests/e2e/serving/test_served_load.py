@@ -110,6 +110,11 @@ def test_weights_of_fewer_bits_decode_faster_and_leave_room(gpu: str):
     assert small.memory["weight_bytes"] < large.memory["weight_bytes"] and small.cache["tokens"] > large.cache["tokens"]
 
 
+def test_types_of_experts_that_a_model_does_not_have_change_nothing():
+    asked = "weights=fp8,activations=fp8,kv=fp8"
+    assert figures(precision=f"{asked},experts=mxfp4").tpot_seconds.mean == figures(precision=asked).tpot_seconds.mean
+
+
 def test_cache_of_eight_bits_holds_twice_the_tokens():
     assert figures(precision="kv=fp8").cache["tokens"] == pytest.approx(2 * figures().cache["tokens"], rel=0.001)
 
