@@ -110,6 +110,12 @@ def test_weights_of_fewer_bits_decode_faster_and_leave_room(gpu: str):
     assert small.memory["weight_bytes"] < large.memory["weight_bytes"] and small.cache["tokens"] > large.cache["tokens"]
 
 
+def test_a_version_that_is_known_from_recipes_alone_says_so():
+    told = figures(engine="vllm=0.12", requests=8).notes
+    assert any("behind Dynamo: a budget of" in each for each in told)
+    assert not any("Dynamo" in each for each in figures(engine="vllm=0.11", requests=8).notes)
+
+
 def test_types_of_experts_that_a_model_does_not_have_change_nothing():
     asked = "weights=fp8,activations=fp8,kv=fp8"
     assert figures(precision=f"{asked},experts=mxfp4").tpot_seconds.mean == figures(precision=asked).tpot_seconds.mean
