@@ -57,7 +57,9 @@ def parse_quantity(text: object, base_unit: str) -> float:
 
 
 def read_seconds(option: str, value: str | float) -> float:
-    """Seconds of ``500ms`` or ``2 s``, or of a number that is no text: which unit would be meant?"""
+    """Seconds of ``500ms`` or ``2 s``, or of a number of seconds. ``InputError`` naming the ``option`` for anything
+    else, and for text without a unit: it might mean milliseconds.
+    """
     try:
         found = parse_quantity(value, "s") if isinstance(value, str) else float(value)
     except ValueError as error:

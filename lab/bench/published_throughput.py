@@ -73,6 +73,7 @@ import typer
 
 from costmodel.base.errors import InputError
 from e2e.explain.utilisation import utilisation_of
+from e2e.serving.serving_answer import serve
 from e2e.serving.serving_request import ServingRequest
 from e2e.serving.serving_result import serving_result
 from lab.command_line import program, run
@@ -398,8 +399,6 @@ SERVED = (
 
 def _served(only: str) -> None:
     """Print predicted and published tokens per second of the rows whose GPU and model contain ``only``."""
-    from e2e.serving.serving_answer import serve
-
     found: dict[bool, list[float]] = {False: [], True: []}
     for model, gpu, gpus, parallel, precision, inputs, outputs, users, published in SERVED:
         name = f"{gpu} {model} {parallel} {inputs}+{outputs} x {users}"
@@ -502,8 +501,10 @@ def throughput_command(
     if table == "mfu":
         steps = [step for step in published_rows(data_folder(data)) if only in step.row.name]
         _print_mfu(steps[::every])
-    elif table in ("serving", "community"):
-        _served(only) if table == "serving" else _community(only)
+    elif table == "serving":
+        _served(only)
+    elif table == "community":
+        _community(only)
     elif table in TABLES:
         for row in [each for each in TABLES[table] if only in each.name][::every]:
             print(compare(row), flush=True)
