@@ -1,4 +1,4 @@
-"""``nn.DataParallel`` on several GPUs of one process, each of which is taken as the first one.
+"""``nn.DataParallel`` on several GPUs of one process, all of which are taken to do what the first one does.
 
 PyTorch's own code scatters, makes the replicas and gathers; what moves between the GPUs is replaced here. Parameters
 and buffers are broadcast in buckets, one replica runs with its part of the batch, its outputs are gathered and its
