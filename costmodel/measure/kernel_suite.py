@@ -147,6 +147,10 @@ def _normalization(rng: random.Random, largest: int) -> Normalization:
 
 def _elementwise(rng: random.Random, largest: int) -> Elementwise:
     elements, dtype, place = _size(rng, 1024, max(largest // 16, 2048)), rng.choice(FLOATS), rng.random()
+    if place < 0.2:
+        columns = min(_size(rng, 16, 16384, 64), elements)
+        rows = elements // columns
+        return Elementwise(rng.choice(BINARY), rows * columns, 1, 1, columns, dtype, one_by_one=True)
     if place < 0.4:
         return Elementwise(rng.choice(BINARY), elements, inputs=2, dtype=dtype)
     if place < 0.9:

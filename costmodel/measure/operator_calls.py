@@ -270,7 +270,9 @@ def _pictures(rows: int, channels: int) -> tuple[int, int, int, int]:
 def _elementwise(operator: Elementwise, device: Any) -> DeviceCall | None:
     x = random((operator.elements,), operator.dtype, device)
     if operator.kind in BINARY:
-        other = random((operator.elements,), operator.dtype, device)
+        broadcast = operator.broadcast_elements
+        other = random((broadcast or operator.elements,), operator.dtype, device)
+        x = x.view(-1, broadcast) if broadcast else x
         return lambda: BINARY[operator.kind](x, other)
     if operator.kind == "cast":
         return lambda: x.to(DTYPES[operator.output_dtype])
