@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -292,8 +292,8 @@ class SimulatedStep:
     iteration: int
     # Time of a step.
     seconds: float
-    # Rank -> seconds by which it began late.
-    starts: Mapping[int, float] = field(default_factory=dict)
+    # Rank -> seconds by which it began late, if it ran once; `None`: a steady step.
+    starts: Mapping[int, float] | None = None
     # Factor by which the host's times may be shorter or longer.
     host_factor: float = 1.0
     # Error figures learned from measured steps of its kind.

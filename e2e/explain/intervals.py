@@ -5,27 +5,86 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from e2e.explain.critical_path import CriticalPath, task_family
+from e2e.explain.critical_path import CriticalPath, SimulatedStep, task_family
 from e2e.price.speed_band import StepErrors
-from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, Task
+from e2e.simulate.simulator import simulate, simulate_iterations
+from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
+
+# Largest graph that is simulated again for each cause of error: larger ones take seconds each time.
+MOST_TASKS = 60_000
+# Fraction of a step below which the host, at the slow end of its times, cannot become what the step waits for.
+_IDLE_HOST = 0.8
+_ITERATIONS = 4
+_HOST = "host"
 
 
-def step_interval(
-    graph: ExecutionGraph,
-    path: CriticalPath,
-    seconds: float,
-    host_factor: float = 1.0,
-    errors: StepErrors | None = None,
-) -> tuple[float, float]:
-    """Return the lower and upper bound of a step of ``seconds``, from what is on its critical path.
+def step_deviations(step: SimulatedStep) -> Deviations:
+    """Return the deviations of all that the time of ``step`` depends on: kernels and collectives on its critical path,
+    and its host, whose times may be ``step.host_factor`` times shorter or longer.
 
-    Errors within one family of kernels and collectives are fully correlated, those of different families independent;
-    so is the error of the host, whose times may be ``host_factor`` times shorter or longer. Errors off the path do not
-    count. ``errors``: error figures learned from measured whole steps of this kind.
+    The step is simulated with both ends of the host's times, since a faster host gains no more than the device lets
+    it, and a slower one may become the bottleneck. A host that cannot, and that of a graph of more than
+    :data:`MOST_TASKS` tasks, counts as far as it is on the path.
     """
-    host_seconds = path.host_bound_fraction * path.seconds
-    return path_deviations(graph, path).around(seconds, host_seconds, host_factor, errors)
+    deviations = path_deviations(step.graph, step.path)
+    factor = step.host_factor
+    if factor <= 1.0:
+        return deviations
+    on_path = step.path.host_bound_fraction * step.path.seconds
+    fast, slow = on_path * (1 - 1 / factor), on_path * (factor - 1)
+    busiest = max((seconds for rank in step.graph.ranks for seconds in _host_seconds(rank)), default=0.0)
+    if factor * busiest > _IDLE_HOST * step.seconds and task_count(step.graph) <= MOST_TASKS:
+        # Both ends are compared with a simulation of as many iterations as theirs.
+        nominal = simulated_seconds(step.graph, step.starts)
+        ends = [simulated_seconds(with_host(step.graph, end), step.starts) for end in (1 / factor, factor)]
+        fast, slow = max(nominal - ends[0], 0.0), max(ends[1] - nominal, 0.0)
+    deviations.below[_HOST], deviations.above[_HOST] = fast, slow
+    return deviations
+
+
+def task_count(graph: ExecutionGraph) -> int:
+    """Return the number of tasks of all ranks of ``graph``."""
+    return sum(len(rank.tasks) for rank in graph.ranks)
+
+
+def simulated_seconds(graph: ExecutionGraph, starts: Mapping[int, float] | None) -> float:
+    """Return the seconds of a steady step, or of one iteration whose ranks begin at ``starts``."""
+    if starts is not None:
+        return simulate(graph, starts).step_seconds
+    return simulate_iterations(graph, _ITERATIONS).period_seconds
+
+
+def with_host(graph: ExecutionGraph, factor: float) -> ExecutionGraph:
+    """Return ``graph`` with a host that takes ``factor`` times as long."""
+    return replace(graph, ranks=tuple(_rank_with_host(rank, factor) for rank in graph.ranks))
+
+
+def _rank_with_host(rank: RankGraph, factor: float) -> RankGraph:
+    def longer(action: Action) -> Action:
+        if isinstance(action, HostWork | Launch) and action.duration is not None:
+            return replace(action, duration=scaled(action.duration, factor))
+        return action
+
+    return replace(rank, threads={name: tuple(map(longer, actions)) for name, actions in rank.threads.items()})
+
+
+def scaled(duration: Duration, factor: float) -> Duration:
+    """Return ``duration`` and its interval, ``factor`` times as long."""
+    return replace(
+        duration, seconds=factor * duration.seconds, lower=factor * duration.lower, upper=factor * duration.upper
+    )
+
+
+def _host_seconds(rank: RankGraph) -> Iterable[float]:
+    """Return the seconds of host work of each thread of ``rank``."""
+    for actions in rank.threads.values():
+        yield math.fsum(
+            action.duration.seconds
+            for action in actions
+            if isinstance(action, HostWork | Launch) and action.duration is not None
+        )
 
 
 def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
@@ -40,9 +99,10 @@ def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
 
 
 class Deviations:
-    """Possible deviations of each family of kernels, in seconds.
+    """Possible deviations of each family of kernels and of the host, in seconds.
 
-    Errors within one family of kernels and collectives are fully correlated, those of different families independent.
+    Errors within one family of kernels and collectives are fully correlated, those of different families independent;
+    so is the error of the host.
     """
 
     def __init__(
@@ -69,19 +129,17 @@ class Deviations:
         for family, parts in self._runs[id(task.kernels)].items():
             self._add(family, *parts, share * task.duration.seconds)
 
-    def around(
-        self, seconds: float, host_seconds: float, host_factor: float, errors: StepErrors | None = None
-    ) -> tuple[float, float]:
-        """Lower and upper bound of a step of ``seconds`` with ``host_seconds`` on the host.
+    def around(self, seconds: float, errors: StepErrors | None = None) -> tuple[float, float]:
+        """Lower and upper bound of a step of ``seconds``.
 
-        Host times may be ``host_factor`` times shorter or longer. ``errors``: share of the kernels' errors that remains
-        in such a step, and its residual error (``None``: all of them, and no residual).
+        ``errors``: share of the kernels' errors that remains in such a step, and its residual error (``None``: all of
+        them, and no residual).
         """
         learned = StepErrors() if errors is None else errors.in_step(self.taken, seconds)
         below = [learned.share(family) * each for family, each in self.below.items()]
         above = [learned.share(family) * each for family, each in self.above.items()]
-        down = math.hypot(host_seconds * (1 - 1 / host_factor), -seconds * math.expm1(-learned.residual), *below)
-        up = math.hypot(host_seconds * (host_factor - 1), seconds * math.expm1(learned.residual), *above)
+        down = math.hypot(-seconds * math.expm1(-learned.residual), *below)
+        up = math.hypot(seconds * math.expm1(learned.residual), *above)
         return max(0.0, seconds - down), seconds + up
 
     def _add(self, family: str, below: float, above: float, seconds: float, share: float) -> None:

@@ -11,7 +11,7 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_records import Machine
 from e2e.explain.breakdowns import breakdown_of, coverage_of, overheads_of, phase_seconds, range_figures
 from e2e.explain.critical_path import CriticalPath, SimulatedStep, path_parts
-from e2e.explain.intervals import step_interval
+from e2e.explain.intervals import Deviations, step_deviations
 from e2e.explain.prediction import Prediction, board_of
 from e2e.explain.rank_figures import (
     RankFigures,
@@ -56,13 +56,16 @@ class RankSite(Protocol):
 
 def explain(
     step: SimulatedStep,
+    deviations: Deviations,
     machine: Machine,
     site: RankSite,
     memory: Mapping[int, MemoryUsage],
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """Make the prediction of ``step``. ``memory``: rank of the graph -> its usage, as far as known."""
+    """Make the prediction of ``step``. ``deviations``: what its time may deviate by; ``memory``: rank of the graph ->
+    its usage, as far as known.
+    """
     graph, path = step.graph, step.path
     room = memory_room(machine, graph, site)
     ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), room) for each in graph.ranks]
@@ -82,7 +85,7 @@ def explain(
         gpus=sum(rank.multiplicity for rank in ranks),
         nodes=site.nodes,
         iteration_seconds=step.seconds,
-        interval_seconds=step_interval(graph, path, step.seconds, step.host_factor, step.errors),
+        interval_seconds=deviations.around(step.seconds, step.errors),
         critical_path_seconds=path.seconds,
         forward_seconds=phases.forward,
         backward_seconds=phases.backward,
@@ -207,6 +210,8 @@ class PredictionResult:
     memory: Memory = field(default_factory=dict)
     # Start times of a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
+    # What its time may deviate by.
+    deviations: Deviations = field(default_factory=Deviations)
     # Error figures as in `e2e.explain.critical_path.SimulatedStep`.
     host_factor: float = 1.0
     errors: StepErrors | None = None
@@ -277,7 +282,7 @@ def explain_once(
         return _result(step, machine, site, memory, warnings, notes)
     timeline = simulate(graph, starts)
     step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {}, host_factor=host_factor)
-    return replace(_result(step, machine, site, memory, warnings, notes), starts=starts or {})
+    return _result(step, machine, site, memory, warnings, notes)
 
 
 def priced_graph(
@@ -344,7 +349,8 @@ def _result(
     warnings: Sequence[str],
     notes: Sequence[str],
 ) -> PredictionResult:
-    prediction = explain(step, machine, site, memory or {}, warnings, notes)
+    deviations = step_deviations(step)
+    prediction = explain(step, deviations, machine, site, memory or {}, warnings, notes)
     return PredictionResult(
         prediction,
         step.graph,
@@ -353,6 +359,8 @@ def _result(
         step.path,
         step.paths,
         memory or {},
+        starts=step.starts,
+        deviations=deviations,
         host_factor=step.host_factor,
         errors=step.errors,
     )

@@ -151,7 +151,7 @@ def rank_figures(
     """
     memory = None if memory is None else memory.within(room)
     low, high = step.window
-    start = step.starts.get(rank.rank, 0.0)
+    start = 0.0 if step.starts is None else step.starts.get(rank.rank, 0.0)
     activity = step.timeline.activity(rank.rank, (max(low, min(start, high)), high))
     ends = (start, *step.timeline.rank_ends(rank.rank))
     attribution = rank_attribution(path, rank, step.timeline)

@@ -14,18 +14,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from e2e.explain.critical_path import task_family
-from e2e.explain.intervals import path_deviations
+from e2e.explain.intervals import MOST_TASKS, path_deviations, scaled, simulated_seconds, task_count, with_host
 from e2e.explain.predictor import PredictionResult
 from e2e.price.speed_band import StepErrors
-from e2e.simulate.simulator import simulate, simulate_iterations
-from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
+from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph, Task
 
-# Largest graph that is compared: simulating larger ones takes seconds, twice for every cause.
-MOST_TASKS = 60_000
 # Number of families of kernels and collectives that are separate causes, the others err together; share of a step below
 # which a cause is ignored.
 _ALONE, _NOTHING = 3, 1e-4
-_ITERATIONS = 4
 # Half-width of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted
 # against measured: 36 pairs of `python -m lab.validate models`. Other shapes have other errors.
 BATCH_RATIO_ERROR = 0.05
@@ -55,7 +51,7 @@ class ComparedStep:
     @property
     def is_small(self) -> bool:
         """True if it is small enough to simulate again."""
-        return sum(len(rank.tasks) for rank in self.result.graph.ranks) <= MOST_TASKS
+        return task_count(self.result.graph) <= MOST_TASKS
 
 
 class Comparison:
@@ -66,7 +62,7 @@ class Comparison:
         self.possible = all(step.is_small for step in self._steps)
         self._logs: list[tuple[list[float], list[float]]] = []
         if self.possible:
-            self._base = [math.log(self._seconds(step, step.result.graph)) for step in self._steps]
+            self._base = [math.log(_seconds(step, step.result.graph)) for step in self._steps]
             self._logs = [self._under(cause) for cause in self._causes()]
 
     def ratio(self, one: int, other: int) -> Interval | None:
@@ -115,18 +111,16 @@ class Comparison:
             graphs = [cause(step, way) for step in self._steps]
             found.append(
                 [
-                    nominal if graph is step.result.graph else math.log(self._seconds(step, graph))
+                    nominal if graph is step.result.graph else math.log(_seconds(step, graph))
                     for step, graph, nominal in zip(self._steps, graphs, self._base, strict=True)
                 ]
             )
         return found[0], found[1]
 
-    def _seconds(self, step: ComparedStep, graph: ExecutionGraph) -> float:
-        """Simulate as ``step`` was simulated: one iteration from its starts, or steady iterations."""
-        starts = step.result.starts
-        if starts is not None:
-            return simulate(graph, starts).step_seconds
-        return simulate_iterations(graph, _ITERATIONS).period_seconds
+
+def _seconds(step: ComparedStep, graph: ExecutionGraph) -> float:
+    """Simulate as ``step`` was simulated."""
+    return simulated_seconds(graph, step.result.starts)
 
 
 def _learned(step: ComparedStep) -> StepErrors:
@@ -142,8 +136,7 @@ def _host_cause(host: Hashable) -> Callable[[ComparedStep, int], ExecutionGraph]
         given = step.result.graph
         if step.host != host or step.host_factor <= 1.0:
             return given
-        factor = step.host_factor**way
-        return replace(given, ranks=tuple(_with_host(rank, factor) for rank in given.ranks))
+        return with_host(given, step.host_factor**way)
 
     return graph
 
@@ -156,15 +149,6 @@ def _family_cause(families: Sequence[str]) -> Callable[[ComparedStep, int], Exec
         return replace(given, ranks=tuple(_with_kernels(rank, shares, way) for rank in given.ranks))
 
     return graph
-
-
-def _with_host(rank: RankGraph, factor: float) -> RankGraph:
-    def longer(action: Action) -> Action:
-        if isinstance(action, HostWork | Launch) and action.duration is not None:
-            return replace(action, duration=_times(action.duration, factor))
-        return action
-
-    return replace(rank, threads={name: tuple(map(longer, actions)) for name, actions in rank.threads.items()})
 
 
 def _with_kernels(rank: RankGraph, shares: Mapping[str, float], way: int) -> RankGraph:
@@ -181,10 +165,10 @@ def _with_kernels(rank: RankGraph, shares: Mapping[str, float], way: int) -> Ran
             share = shares.get(task_family(task))
             if share is None:
                 return task
-            return replace(task, duration=_times(task.duration, _end(task.duration, share, way)))
+            return replace(task, duration=scaled(task.duration, _end(task.duration, share, way)))
         if id(task.kernels) not in runs:
             runs[id(task.kernels)] = _run_factor(task.kernels, shares, way)
-        return replace(task, duration=_times(task.duration, runs[id(task.kernels)]))
+        return replace(task, duration=scaled(task.duration, runs[id(task.kernels)]))
 
     return replace(rank, tasks=tuple(map(moved, rank.tasks)))
 
@@ -204,9 +188,3 @@ def _end(duration: Duration, share: float, way: int) -> float:
     if duration.seconds <= 0:
         return 1.0
     return 1.0 + share * ((duration.upper if way > 0 else duration.lower) / duration.seconds - 1.0)
-
-
-def _times(duration: Duration, factor: float) -> Duration:
-    return replace(
-        duration, seconds=factor * duration.seconds, lower=factor * duration.lower, upper=factor * duration.upper
-    )

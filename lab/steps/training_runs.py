@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from costmodel.base.errors import ProjectError
 from costmodel.base.output_files import user_folder, write_whole
 from costmodel.base.process import usable_cores
-from e2e.explain.intervals import Deviations, path_deviations
+from e2e.explain.intervals import Deviations
 from e2e.parallelism.capture_cache import capture_key
 from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
 from lab.command_line import show_progress
@@ -42,14 +42,11 @@ class PredictedStep:
     failure: str | None = None
     # Peak without the allocator's reserve.
     allocated_bytes: int | None = None
-    # By family of kernels on the critical path: how much faster and slower they may be, and their time, in seconds
-    # (:class:`e2e.explain.intervals.Deviations`).
+    # By family of kernels on the critical path, and of the host: seconds by which they may be faster and slower, and
+    # their time (:class:`e2e.explain.intervals.Deviations`).
     below: Mapping[str, float] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
     taken: Mapping[str, float] = field(default_factory=dict)
-    # Host seconds on the critical path, and the factor by which they may be shorter or longer.
-    host_seconds: float = 0.0
-    host_factor: float = 1.0
     # See :func:`e2e.price.speed_band.chip_name`.
     chip: str = ""
     warnings: Sequence[str] = ()
@@ -77,8 +74,7 @@ class PredictedStep:
 
     def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
         """Interval of the step according to ``errors``."""
-        deviations = Deviations(self.below, self.above, self.taken)
-        return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
+        return Deviations(self.below, self.above, self.taken).around(self.seconds, errors)
 
 
 def predict_steps(
@@ -144,7 +140,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
     # Parameters fitted to whole steps are excluded here: the validation decides which steps they are fitted to.
     ready = prepared(step, kept)
     answer = run_step(replace(ready, band=None))
-    found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
+    found, deviations = answer.prediction, answer.deviations
     return PredictedStep(
         found.iteration_seconds,
         found.interval_seconds,
@@ -156,8 +152,6 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         below=dict(deviations.below),
         above=dict(deviations.above),
         taken=dict(deviations.taken),
-        host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
-        host_factor=ready.setting.overheads.factor,
         chip=chip_name(ready.setting.machine),
         allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
         warnings=list(found.warnings),
@@ -173,13 +167,12 @@ def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedSte
     if not lost:
         return bare
     again = run_step(replace(prepared(step, kept), band=band))
-    slower = path_deviations(again.graph, again.path)
+    slower = again.deviations
     banded = {
         "seconds": again.prediction.iteration_seconds,
         "below": dict(slower.below),
         "above": dict(slower.above),
         "taken": dict(slower.taken),
-        "host_seconds": again.path.host_bound_fraction * again.path.seconds,
     }
     return replace(bare, lost=lost, banded=banded)
 

@@ -10,7 +10,7 @@ import pytest
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import CriticalPath, Segment, task_family
-from e2e.explain.intervals import Deviations, step_interval
+from e2e.explain.intervals import Deviations, path_deviations
 from e2e.explain.predictor import Setting, predict_graph
 from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Edge
@@ -49,13 +49,34 @@ def test_kernels_that_run_beside_the_host_do_not_widen_the_interval():
     assert prediction.interval_seconds == pytest.approx((4.8 - 0.1, 4.8 + 0.2))
 
 
+@pytest.mark.parametrize(
+    ("host", "kernel", "nominal", "ends"),
+    [
+        # Seconds of host work (4 operators of 4 pieces) and of a kernel. The device holds up a faster host.
+        (0.3, 1.0, 4.8, (4.0, 9.6)),
+        # Not on the critical path, but what the step waits for if it is slower.
+        (0.2, 1.0, 4.0, (4.0, 6.4)),
+        # Far from it either way.
+        (0.05, 1.0, 4.0, (4.0, 4.0)),
+    ],
+)
+def test_the_host_is_simulated_at_both_ends_of_its_times(
+    host: float, kernel: float, nominal: float, ends: tuple[float, float]
+):
+    found = predict_step(step(), replace(setting(kernel, host), overheads=Table(host, factor=2.0)))
+    assert found.prediction.iteration_seconds == pytest.approx(nominal)
+    below, above = found.deviations.below["host"], found.deviations.above["host"]
+    assert (nominal - below, nominal + above) == pytest.approx(ends)
+
+
 def test_a_kernel_counts_as_far_as_it_is_on_the_path():
     """2.5 s of 10 s, which may be 9 s or 12 s."""
     drawing = Drawing()
     drawing.kernel("gemm", 10.0)
     drawing.tasks[0] = replace(drawing.tasks[0], duration=Duration(10.0, 9.0, 12.0))
     segment = Segment("compute", 0.0, 2.5, 0, "gemm", "gemm", Edge.NONE, "start", 0)
-    assert step_interval(together(drawing), CriticalPath((segment,), (0.0, 2.5)), 2.5) == pytest.approx((2.25, 3.0))
+    deviations = path_deviations(together(drawing), CriticalPath((segment,), (0.0, 2.5)))
+    assert deviations.around(2.5) == pytest.approx((2.25, 3.0))
 
 
 def test_times_of_an_unknown_host_are_uncertain_as_a_whole():
@@ -113,8 +134,8 @@ def test_an_interval_is_never_narrower_for_knowing_less():
     deviations = Deviations({"Gemm": 1.0, "Strange": 0.5}, {"Gemm": 2.0, "Strange": 1.5}, {"Gemm": 10.0})
     learned = StepErrors(0.05, 0.2, ("Gemm",))
 
-    def width(errors: StepErrors | None, known: Deviations = deviations, host: float = 1.0) -> tuple[float, float]:
-        low, high = known.around(10.0, 1.0, host, errors)
+    def width(errors: StepErrors | None, known: Deviations = deviations) -> tuple[float, float]:
+        low, high = known.around(10.0, errors)
         return 10.0 - low, high - 10.0
 
     assert width(StepErrors()) == width(None)
@@ -131,6 +152,6 @@ def test_an_interval_is_never_narrower_for_knowing_less():
         width(learned, worse),
         width(learned, stranger),
         width(learned, mixed),
-        width(learned, host=1.5),
+        width(learned, Deviations({**deviations.below, "host": 0.1}, {**deviations.above, "host": 0.1}, deviations.taken)),
     ):
         assert all(wide > narrow for wide, narrow in zip(less, width(learned), strict=True))
