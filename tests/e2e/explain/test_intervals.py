@@ -152,6 +152,8 @@ def test_an_interval_is_never_narrower_for_knowing_less():
         width(learned, worse),
         width(learned, stranger),
         width(learned, mixed),
-        width(learned, Deviations({**deviations.below, "host": 0.1}, {**deviations.above, "host": 0.1}, deviations.taken)),
+        width(
+            learned, Deviations({**deviations.below, "host": 0.1}, {**deviations.above, "host": 0.1}, deviations.taken)
+        ),
     ):
         assert all(wide > narrow for wide, narrow in zip(less, width(learned), strict=True))
