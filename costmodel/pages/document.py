@@ -7,12 +7,13 @@ macros of ``macros.html``. Jinja2 is imported only when a page is rendered.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import OutputError
+from costmodel.base.errors import InputError, OutputError
 from costmodel.base.output_files import write_whole
 from costmodel.base.units import format_quantity
 
@@ -40,6 +41,16 @@ def render(template: str, **values: Any) -> str:
 def _source(template: str) -> str:
     package, _, name = template.partition("/")
     return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def check_page(report: str | os.PathLike[str] | None) -> None:
+    """Raise ``InputError`` if the file of ``--report`` has a name that no browser opens as a page, before anything is
+    computed.
+    """
+    if report is None or os.path.realpath(report) == os.devnull:
+        return
+    if Path(report).suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--report {report}: a report is a page for a browser; name a file that ends in .html")
 
 
 def write_page(path: Path, page: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.output_files import check_outputs
 from costmodel.base.units import check_count
+from costmodel.pages.document import check_page
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.step.option_fields import Options, options_of
 from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
@@ -77,6 +78,7 @@ def predict(
     # Invalid prices and unwritable files are reported before long work.
     priced = None if price is None else asked_price(str(price), request)
     check_outputs({"--timeline": timeline, "--report": report}, _files_of(request))
+    check_page(report)
     with _TURN, captures_kept() if advice else nullcontext():
         notes = []
         if isinstance(request, SpreadModel) and request.parallel is None:
@@ -153,6 +155,7 @@ def serve(
         raise TypeError(f"serve() got an unexpected keyword argument {unknown[0]!r}")
     request = ServingRequest(model=model, **options)
     check_outputs({"--timeline": timeline, "--report": report}, {"--requests": request.trace})
+    check_page(report)
     found = answer(request)
     result = serving_result(found)
     if timeline is not None:
@@ -187,6 +190,7 @@ def plan_serve(
 
     request = PlanRequest(model=model, **options)
     check_outputs({"--report": report}, {"--model-config": request.model_config})
+    check_page(report)
     plan = plan_serving(request, progress or (lambda done, count, text: None))
     if report is not None:
         from e2e.serving.serving_plan import write_plan_page

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from costmodel.base.output_files import check_outputs
+from costmodel.pages.document import check_page
 from e2e.commands import predict_command
 from e2e.step.options import AttentionForm, Dtype
 
@@ -83,6 +84,7 @@ def sweep_command(
     if plot is not None:
         check_picture(plot, "--plot")
     check_outputs({"--plot": plot, "--report": report}, {"--model": model})
+    check_page(report)
     result = sweep(
         model,
         gpu=parse_names(gpu, "--gpu"),

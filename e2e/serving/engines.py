@@ -71,6 +71,7 @@ class Engine:
     fuses_shared: bool = False  # shared experts are computed by the kernel of the others
     overlaps: bool = False  # the next step is planned while one runs: who arrives meanwhile waits for both
     shares_budget: bool = False  # copies of the attention share one token budget; else each has a whole one
+    in_dynamo: bool = False  # known as NVIDIA's recipes start it, behind their front end Dynamo
     # Where a recipe sets the token budget to one prompt, this, and one token per user (0: ``token_budget`` stands).
     beside_prompt: int = 0
     user_slots: bool = False  # a recipe sets ``sequences`` to the users

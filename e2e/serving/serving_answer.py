@@ -111,6 +111,8 @@ def serve(request: ServingRequest, tables: Tables | None = None) -> ServingAnswe
         serve_workload(workload, copies(prompts, split.prefill), decoders=decoders)
     else:
         count = request.replicas * (request.gpus // deployment.parallel.gpus)
+        if count == 1 and request.router != "round-robin":
+            raise InputError(f"--router {request.router}: one copy serves all; give --replicas, or leave it out")
         serve_workload(workload, copies(deployment, count), request.router)
     held = np.minimum(deployment.engine.stream, workload.outputs) - 1  # tokens that the first message waits for
     run.first += (run.last - run.first) * held / np.maximum(workload.outputs - 1, 1)

@@ -13,7 +13,7 @@ from costmodel.pages.document import render, write_page
 from e2e.report.timeline_export import Event, name_event, slice_event, write_events
 from e2e.serving.schedule import LoggedStep
 from e2e.serving.serving_answer import ServingAnswer, serve
-from e2e.serving.serving_result import ServingResult, Spread, serving_result
+from e2e.serving.serving_result import PROBABILITY, ServingResult, Spread, serving_result
 from e2e.serving.step_price import StepPrice
 
 
@@ -28,13 +28,14 @@ def figure_lines(result: ServingResult) -> list[tuple[str, str]]:
     """Names and texts of the figures, in the field's words."""
     asked, step, prefill = result.request, result.decode_step, result.prefill_step
     low, high = result.output_tokens_per_second_interval
-    sure = f" ({low:,.0f} to {high:,.0f})" if low < high else ""
+    interval = f"{result.interval_probability:.0%} interval"
+    sure = f" ({interval} {low:,.0f} to {high:,.0f})" if low < high else ""
     preempted, hits = result.cache["preempted"], result.prefix_hit_rate
     lines = [
         ("deployment", _deployment(result)),
         ("load", _load(result)),
-        ("TTFT", _latency(result.ttft_seconds, result.ttft_interval_seconds)),
-        ("TPOT", _latency(result.tpot_seconds, result.tpot_interval_seconds)),
+        ("TTFT", _latency(result.ttft_seconds, interval, result.ttft_interval_seconds)),
+        ("TPOT", _latency(result.tpot_seconds, interval, result.tpot_interval_seconds)),
         ("ITL", _latency(result.itl_seconds)),
         ("request", _latency(result.request_seconds)),
         ("throughput", f"{result.output_tokens_per_second:,.0f} output tokens/s{sure}, "
@@ -81,8 +82,8 @@ def _load(result: ServingResult) -> str:
     return f"{how}, {lengths}, {sent} in {result.seconds:,.1f} s"
 
 
-def _latency(spread: Spread, interval: tuple[float, float] | None = None) -> str:
-    sure = f" ({_time(interval[0])} to {_time(interval[1])})" if interval else ""
+def _latency(spread: Spread, interval: str = "", ends: tuple[float, float] | None = None) -> str:
+    sure = f" ({interval} {_time(ends[0])} to {_time(ends[1])})" if ends else ""
     rest = ", ".join(f"{name} {_time(spread[name])}" for name in ("p50", "p90", "p99"))
     return f"{_time(spread.mean)} on average{sure}; {rest}"
 
@@ -167,7 +168,7 @@ def _draw_latency(axes: Any, curve: Curve) -> None:
     lines = {
         "TTFT p99": [each.ttft_seconds.p99 for each in results],
         "TTFT p50": [each.ttft_seconds.p50 for each in results],
-        "TPOT, with the interval of its mean": [each.tpot_seconds.mean for each in results],
+        f"TPOT, with the {PROBABILITY:.0%} interval of its mean": [each.tpot_seconds.mean for each in results],
     }
     for (name, seconds), colour in zip(lines.items(), PALETTE, strict=False):
         axes.plot(users, [1e3 * each for each in seconds], marker="o", label=name, color=colour)

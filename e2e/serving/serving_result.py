@@ -267,8 +267,9 @@ def _notes(answer: ServingAnswer, analytic: float, overloaded: bool) -> list[str
         f"weights {precision.weights}{experts}, activations {precision.activations}, cache {precision.kv}": True,
         f"{engine.title}: the newest version that is known; name yours with --engine {engine.name}=VERSION":
             not engine.version,
-        f"{engine.title} {engine.version} is taken as NVIDIA's recipes start it behind Dynamo: a budget of "
-        f"{engine.token_budget:,} tokens; name a later version for its own server": engine.beside_prompt > 0,
+        f"{engine.title} {engine.version} is taken as NVIDIA's recipes start it behind Dynamo"
+        + f": a budget of {engine.token_budget:,} tokens" * (engine.beside_prompt > 0)
+        + "; name a later version for its own server": engine.in_dynamo,
         _busy_copies(answer): bool(request.disaggregate),
         f"tokens choose experts by the distribution {request.routing} (--routing)": model.has_experts,
         "one user (--concurrency, --rate or --requests FILE for more)": alone,

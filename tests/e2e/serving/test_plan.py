@@ -131,6 +131,8 @@ def test_what_cannot_be_is_told_in_one_line() -> None:
         e2e.plan_serve(**_ASKED)
     with pytest.raises(InputError, match="--probability 1.5"):
         e2e.plan_serve(**_ASKED, rate=1.0, probability=1.5)
+    with pytest.raises(InputError, match="--report plan.txt: a report is a page"):
+        e2e.plan_serve(**_ASKED, rate=1.0, report="plan.txt")
     with pytest.raises(ShortageError, match="does not fit"):
         e2e.plan_serve("llama-3.1-70b", gpus_of="l4", gpus="1", rate=1.0)
     with pytest.raises(InputError, match="--engine tgi: choose one of vllm"):

@@ -70,6 +70,8 @@ def serve_line(*words: str) -> Any:
         ({**BASE, "requests": "none.csv", "prefix_length": 8}, "--prefix-length: none.csv says how requests are"),
         ({**BASE, "prefix_share": 0.5}, "give --prefix-length too"),
         ({**BASE, "router": "prefix", "replicas": 2}, "give --prefix-length too"),
+        ({**BASE, "router": "least-loaded"}, "--router least-loaded: one copy serves all; give --replicas"),
+        ({**BASE, "report": "x.txt"}, "--report x.txt: a report is a page for a browser"),
         ({**BASE, "router": "least-loaded", "disaggregate": "prefill=1,decode=1"}, "leave one out"),
         ({**BASE, "gpus": 2, "parallel": "tp=2,ep=2"}, "llama-3.1-8b has no experts"),
         (
@@ -132,6 +134,8 @@ def test_what_does_not_fit_says_how_much_is_missing():
 def test_the_command_prints_the_field_words():
     done = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--output-length", "16", "--ttft", "500ms")
     assert done.exit_code == 0, done.stderr
+    assert done.stdout.count(" on average (80% interval ") == 2  # of the means of TTFT and TPOT
+    assert " output tokens/s (80% interval " in done.stdout
     for word in ("TTFT", "TPOT", "ITL", "throughput", "per user", "goodput", "limited by", "memory", "cache"):
         assert f"\n{word}" in done.stdout
     several = serve_line("--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--replicas", "2", "--rate", "9",

@@ -165,6 +165,14 @@ def test_files_that_cannot_be_written_are_told_before_any_work(configuration, tm
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
+def test_a_report_that_no_browser_opens_is_told_before_any_work(configuration, tmp_path):
+    told = "a report is a page for a browser; name a file that ends in .html"
+    for name in ("x.txt", "x", "x.html.gz"):
+        line = the_line("--model-config", configuration(**GPT2), "--report", tmp_path / name)
+        assert line == f"error: --report {tmp_path / name}: {told}"
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
 @pytest.mark.parametrize("text", ["none.json", "nowhere", "folder/none.json.gz", "profiles*.json"])
 def test_overheads_that_are_not_there_are_told_before_any_work(configuration, text):
     assert text in the_line("--model-config", configuration(**GPT2), "--overheads", text)

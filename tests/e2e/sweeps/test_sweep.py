@@ -451,6 +451,7 @@ def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
         (["--gpu", "h100-sxm", "--gpus", "many"], "--gpus"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--dtype", "int4"], "--dtype"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--plot", "plot.gif"], "plot.gif"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--report", "a.txt"], "--report a.txt: a report is a page"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8,wings=3"], "'wings' is not known"),
