@@ -258,11 +258,9 @@ def test_curve_of_a_trace_whose_beginnings_are_routed(tmp_path):
     assert users_curve(serve(asked))[0][1].request["input_length"] == 1100
 
 
-def test_the_loop_of_the_page_is_the_scheduler():
-    page = Path(__file__).parents[3] / "docs" / "serving.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) <= 48
+def test_the_loop_of_the_example_is_the_scheduler():
+    example = Path(__file__).parents[3] / "examples" / "serving_loop.py"
     said: dict[str, Any] = {}
-    exec(code.replace("print(", "result = ("), said)
+    exec(example.read_text(encoding="utf-8").replace("print(", "result = ("), said)
     found = answer(input_length=1024, output_length=64, concurrency=16, requests=160)
     assert said["result"] == pytest.approx((found.ttft_seconds.mean(), found.tpot_seconds.mean()), rel=0.02)
