@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs tell people exists: commands, options, files, links, names, contracts."""
+"""What README, CONTRIBUTING and docs tell people exists: commands, options, files, links, names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.written_pages import (
     code_of,
     commands,
     commands_of,
-    contract_mistakes,
     dead_links,
     exists,
     missing_files,
@@ -59,11 +58,6 @@ def test_chores_are_those_of_the_makefile():
     made = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     lines = re.findall(r"^make ((?:[a-z]+ )*[a-z]+)", "\n".join(code_of(text) for text in PAGES.values()), re.MULTILINE)
     assert lines and {word for line in lines for word in line.split()} <= made
-
-
-def test_contracts_are_those_of_the_code():
-    assert contract_mistakes(PAGES["docs/architecture.md"]) == []
-    assert PAGES["docs/architecture.md"].count("```python\n# ") > 3
 
 
 def test_the_drawing_has_the_folders_in_their_order():

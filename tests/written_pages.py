@@ -105,63 +105,21 @@ def exists(dotted: str) -> bool:
 
 
 @cache
-def definitions(path: str) -> dict[str, tuple[str, ...]]:
-    """Everything at the top of a file by name; of functions and classes the arguments with which they are called."""
-    found: dict[str, tuple[str, ...]] = {}
+def definitions(path: str) -> frozenset[str]:
+    """Names that are defined at the top of a file."""
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
     # Under an `if` stand the imports for type checkers of what is imported on first use.
-    for node in [*body, *(each for part in body if isinstance(part, ast.If) for each in part.body)]:
-        found |= _defined(node)
-    return found
+    nodes = [*body, *(each for part in body if isinstance(part, ast.If) for each in part.body)]
+    return frozenset(name for node in nodes for name in _defined(node))
 
 
-def _defined(node: ast.stmt) -> dict[str, tuple[str, ...]]:
-    if isinstance(node, ast.FunctionDef):
-        return {node.name: _arguments(node)}
-    if isinstance(node, ast.ClassDef):
-        methods = {f"{node.name}.{each.name}": _arguments(each)[1:] for each in _methods(node)}
-        return {node.name: _fields(node), **methods}
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
     if isinstance(node, ast.ImportFrom):
-        return {each.asname or each.name: () for each in node.names}
+        return [each.asname or each.name for each in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {ast.unparse(target): () for target in targets}
-
-
-def contract_mistakes(text: str) -> list[str]:
-    """Lines ``name(arguments)`` of contracts that the code contradicts. ``# path`` above them says where they stand."""
-    found, path = [], ""
-    for line in "\n".join(re.findall(r"```python\n(# .*?)```", text, re.DOTALL)).splitlines():
-        if line.startswith("# "):
-            path = line.split()[1]
-        elif match := re.match(r"([\w.]+)(?:\((.*)\))?(?: ->.*)?$", line.split("  #")[0].rstrip()):
-            known = definitions(path).get(match[1])
-            given = _plain(match[2]) if match[2] is not None else known
-            if known is not None and given and given[-1] == "...":
-                given = given[:-1] + known[len(given) - 1 :]
-            if known is None or given != known:
-                found.append(f"{path}: {line.strip()} (there: {known})")
-        elif line.strip():
-            found.append(f"{path}: {line.strip()} is no contract")
-    return found
-
-
-def _plain(arguments: str) -> tuple[str, ...]:
-    return tuple(each.split(":")[0].split("=")[0].strip(" *") for each in arguments.split(",") if each.strip(" *"))
-
-
-def _arguments(node: ast.FunctionDef) -> tuple[str, ...]:
-    return tuple(each.arg for each in [*node.args.args, *node.args.kwonlyargs])
-
-
-def _methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
-
-
-def _fields(node: ast.ClassDef) -> tuple[str, ...]:
-    made = [each for each in _methods(node) if each.name == "__init__"]
-    if made:
-        return _arguments(made[0])[1:]
-    return tuple(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
+    return [ast.unparse(target) for target in targets]
 
 
 @cache
