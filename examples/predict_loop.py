@@ -8,8 +8,8 @@ import torch
 from costmodel.gpu import gpu_cost_model
 from costmodel.machines.machine_file import load_machine
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.explain.critical_path import critical_path
-from e2e.explain.intervals import step_interval
+from e2e.explain.critical_path import SimulatedStep
+from e2e.explain.intervals import step_deviations
 from e2e.lowering.lower_trace import lower_step
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
@@ -35,8 +35,8 @@ overheads = load_overheads(architecture=machine.chip().architecture)
 graph = price(lowered.graph, gpu_cost_model(machine), overheads)  # a duration for every kernel and host action
 steady = simulate_iterations(graph, 6)  # threads, streams and ranks; the host runs ahead
 looked_at = steady.timeline.iterations - 2
-path = critical_path(graph, steady.timeline, iteration=looked_at)  # why the step takes so long
-low, high = step_interval(graph, path, steady.period_seconds, overheads.factor)
-print(f"{steady.period_seconds * 1e3:.3f} ms, 80 % in {low * 1e3:.3f} to {high * 1e3:.3f} ms")
-print({kind: f"{seconds * 1e6:.0f} us" for kind, seconds in path.by_kind.items()})
+found = SimulatedStep(graph, steady.timeline, looked_at, steady.period_seconds, host_factor=overheads.factor)
+low, high = step_deviations(found).around(found.seconds)
+print(f"{found.seconds * 1e3:.3f} ms, 80 % in {low * 1e3:.3f} to {high * 1e3:.3f} ms")
+print({kind: f"{seconds * 1e6:.0f} us" for kind, seconds in found.path.by_kind.items()})  # why the step takes so long
 print(f"{lowered.memory[0].peak_bytes / 2**20:.1f} MiB at the peak")
