@@ -202,6 +202,46 @@ class _Loader(importlib.abc.Loader):
         return telling(value) if isinstance(value, FunctionType) else value
 
 
+# Last parts of the names of modules in C++ or CUDA that a package builds for itself.
+_BUILT = ("_C", "_ext", "_cuda")
+
+
+class _UnbuiltFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder, asked last, of the module in CUDA of a package that was not built: what it has is refused when it is
+    used, so that what does without it runs.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, part = name.rpartition(".")
+        # PyTorch's own libraries do without theirs.
+        if part not in _BUILT or not package or package.partition(".")[0] in ("torch", "torchvision", "torchaudio"):
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Unbuilt(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = f"{module.__name__}.so"
+        self.note(f"{module.__name__} is not built: its functions are refused where they take tensors")
+
+
+class _Unbuilt(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+                refuse(f"{self.__name__}.{name}")
+            return Silent()  # its version, its compiler
+
+        return call
+
+
 class _Metadata(importlib.metadata.Distribution):
     def __init__(self, package: str) -> None:
         self.package = package
@@ -269,7 +309,9 @@ def cuda_packages(note: Note) -> Iterator[None]:
     finder = _Finder(note, stack, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     if "triton" not in finder.installed:
         import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
+    unbuilt = _UnbuiltFinder(note)
     sys.meta_path.insert(0, finder)
+    sys.meta_path.append(unbuilt)
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
@@ -282,7 +324,8 @@ def cuda_packages(note: Note) -> Iterator[None]:
             yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
+        sys.meta_path.remove(unbuilt)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, (_Package, _Unbuilt))]:
             del sys.modules[name]
 
 

@@ -85,6 +85,23 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
     assert sizes[-2:] == [(1000, 4), (250, 4)]
 
 
+def test_a_mask_written_at_some_places_selects_no_more():
+    sizes: list[torch.Size] = []
+
+    def step(data: torch.Tensor) -> None:
+        positive = torch.where(data[:, 0] > 0)[0]
+        first, second = (torch.zeros(data.shape[0], dtype=torch.uint8, device="cuda") for _ in range(2))
+        first[positive[:128]] = 1
+        second[positive[100:400]] = 1
+        for mask in (first | second, torch.cat([first, second]), first & second, first.bool() & (data[:, 1] > 0)):
+            sizes.append(torch.where(mask)[0].shape)
+        second.bitwise_or_(positive.to(torch.uint8))
+        sizes.append(torch.where(second)[0].shape)
+
+    captured(step, 100_000, 4)
+    assert [size.numel() for size in sizes[-5:]] == [428, 428, 128, 128, 100_000]
+
+
 def test_values_on_the_host_are_copied_there_and_back():
     def step(data: torch.Tensor) -> torch.Tensor:
         array = (data * 2).cpu().numpy()
