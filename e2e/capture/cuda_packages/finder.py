@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.cuda_packages.image_filters import EXTENSIONS
 from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.script_lines import library_folder
 from e2e.capture.stand_ins import Silent
@@ -284,7 +285,9 @@ def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
 
 
 def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
-    """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
+    """Return the patches by which CUDA extensions are not built: known ones are stood in for, of others a program may
+    have another way without them.
+    """
 
     def build_of(original: Callable[..., Any]) -> Callable[..., Any]:
         def build(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -292,6 +295,11 @@ def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
             cuda = kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1])
             if not cuda and not any(each.endswith((".cu", ".cuh")) for each in sources):
                 return original(name, *args, **kwargs)
+            if name in EXTENSIONS:
+                note(f"the CUDA extension {name}, which the program builds: stood in for, its kernels by shape")
+                stand_in = sys.modules[name] = _Unbuilt(name)  # which programs also import by its name
+                vars(stand_in).update(EXTENSIONS[name])
+                return stand_in
             note(f"the CUDA extension {name}, which the program builds, is not built: its kernels are not known here")
             raise RuntimeError(
                 f"the CUDA extension {name} is not built without a GPU; call functions written with torch instead of it"

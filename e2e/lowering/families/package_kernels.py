@@ -100,6 +100,21 @@ def _one_pass(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(f"package::{call.inputs[0]}", written[0], read, written)]
 
 
+def _filtered(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower a kernel that reads and writes its tensors once and multiplies; each product is one instruction, and half
+    a read of shared memory or a step of a loop beside it.
+    """
+    read, written = list(tensors(call.inputs[1:2])), gpu_outputs(call)
+    work = _moved(f"package::{call.inputs[0]}", written[0], read, written)
+    (record,) = work.operators
+    (products,) = (value for value in call.inputs[-1:] if isinstance(value, int))
+    instructions = round(_PER_PRODUCT * products / max(numel(written[0]), 1))
+    return [replace(work, operators=(replace(cast(Elementwise, record), instructions=instructions),))]
+
+
+_PER_PRODUCT = 1.5
+
+
 def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor], kind: str = "fused") -> DeviceWork:
     """Return a kernel over the elements of ``main`` that moves all tensors once."""
     width = max(size_bytes(main) // max(numel(main), 1), 1)
@@ -197,6 +212,7 @@ TABLE: dict[str, Lowering] = {
     "package::norm": _norm,
     "package::norm_backward": _norm_backward,
     "package::one_pass": _one_pass,
+    "package::filtered": _filtered,
     "package::update_": _update,
     "bitsandbytes::dequantize_4bit": _passed,
     "bitsandbytes::dequantize_blockwise": _passed,

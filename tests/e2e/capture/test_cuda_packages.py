@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -346,6 +347,37 @@ def test_regions_are_pooled_by_operators_of_torchvision():
     names = {task.name for task in graph.tasks if task.name.startswith("torchvision")}
     pooling = ("roi_align", "_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward")
     assert names == {f"torchvision::{name}" for name in pooling}
+
+
+def test_extensions_of_stylegan_resample_and_count_their_multiplications(told: list[str]):
+    from torch.utils.cpp_extension import load
+
+    filtered, resampled = (load(f"{name}_plugin", [f"{name}.cu"]) for name in ("filtered_lrelu", "upfirdn2d"))
+    assert import_module("upfirdn2d_plugin") is resampled and len(told) == 2
+    with pytest.raises(ModelError, match="upfirdn2d_plugin.upfirdn3d is not stood in for"):
+        resampled.upfirdn3d(torch.empty(1))
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        data, square, taps = (torch.randn(*shape, device="cuda") for shape in ((2, 8, 36, 36), (4, 4), (12,)))
+        none = torch.empty(0, device="cpu")
+
+        def step() -> None:
+            lower = resampled.upfirdn2d(data, square, 1, 1, 2, 2, 1, 1, 1, 1, False, 1.0)
+            assert lower.shape == (2, 8, 18, 18)
+            # 36 pixels, of which the filters take 5 on each side, twice as many between them.
+            how = (2, 2, 0, 0, 0, 0, 0, 0, 1.0, 0.2, 256.0, False, True)
+            output, signs, code = filtered.filtered_lrelu(data, taps, taps, data[0, :, 0, 0], none, *how)
+            assert (output.shape, signs.shape, code) == ((2, 8, 25, 25), (2, 8, 61, 16), 0)
+
+        return nn.Identity(), step
+
+    (first, second) = records(lowered(make), Elementwise)
+    assert (first.elements, first.instructions) == (2 * 8 * 18 * 18, 24)  # 4 x 4 products of 1.5 instructions
+    products = (36 * 61 + 61 * 61) * 6 + (61 * 25 + 25 * 25) * 12 + 4 * 61 * 61
+    assert second.instructions == round(1.5 * products / 25**2)
+    model = gpu_cost_model(packaged_machine("a100-sxm-80gb"))
+    plain, filtering = (each.seconds for each in model.estimate([replace(second, instructions=0), second]))
+    assert filtering > plain
 
 
 def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):
