@@ -129,8 +129,8 @@ def true_share(share: float) -> Iterator[None]:
 
 
 def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
-    """Return all elements, as many as can be true, or the fraction set by :func:`true_share`, so that time and memory
-    are not understated.
+    """Return all elements, or the fraction set by :func:`true_share`, so that time and memory are not understated; no
+    more than can be true.
     """
     if not _is_meta(tensor):
         return func(tensor)
@@ -141,7 +141,7 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
         know(found, places)
         return found
     most = most_true(tensor)
-    rows = math.ceil((tensor.numel() if most is None else most) * _SHARE.get())
+    rows = math.ceil(tensor.numel() * _SHARE.get()) if most is None else most
     return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
 
 

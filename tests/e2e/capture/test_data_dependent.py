@@ -20,12 +20,15 @@ from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
 
-def captured(step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None) -> OperatorTrace:
+def captured(
+    step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None, selected: float = 1.0
+) -> OperatorTrace:
     def make() -> tuple[nn.Module, Callable[[], Any]]:
         data = torch.randn(*shape, device="cuda")
         return module or nn.Identity(), lambda: step(data)
 
-    return capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
+    options = StepOptions(mode="forward-backward", attention="flash", selected=selected)
+    return capture_script(load_script(make), options)
 
 
 def names(graph: RankGraph) -> list[str]:
@@ -83,6 +86,10 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
 
     captured(step, 1000, 4)
     assert sizes[-2:] == [(1000, 4), (250, 4)]
+    trace = captured(step, 1000, 4, selected=0.5)
+    assert sizes[-2:] == [(500, 4), (250, 4)]
+    (line,) = assumptions([trace], selected=0.5)
+    assert "find 50% of the elements" in line
 
 
 def test_a_mask_written_at_some_places_selects_no_more():
