@@ -95,7 +95,11 @@ def attend(
     packed: Sequence[int] = (),
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of attention by ``kernel``, of (batch, length, heads, width)."""
+    """Return the output of attention by ``kernel``, of (batch, length, heads, width); raise what FlashAttention raises
+    for other types than its own: in float32 the step would run, and be priced without tensor cores.
+    """
+    if kernel in ("flash2", "flash3") and given[0].dtype in (torch.float32, torch.float64):
+        raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, these are {given[0].dtype}")
     how = (bool(causal), int(window), float(dropout), [int(each) for each in packed], kernel)
     return Attention.apply(bias, how, *given)
 

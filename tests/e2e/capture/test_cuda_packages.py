@@ -75,6 +75,8 @@ def test_flash_attention_is_the_kernel_of_scaled_dot_product_attention(told: lis
         assert one == other
     stacked = attended(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), BATCH, LENGTH, 3, HEADS, WIDTH, count=1)
     assert stacked == [forward, backward]
+    with pytest.raises(RuntimeError, match="only supports fp16 and bf16 data type, these are torch.float32"):
+        flash_attn_func(*(torch.empty(BATCH, LENGTH, HEADS, WIDTH, device="meta") for _ in range(3)))
     assert told == ["flash_attn cannot run without a GPU: stood in for, its kernels by name and shape"]
 
 
