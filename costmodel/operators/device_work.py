@@ -188,7 +188,8 @@ class Elementwise(CountedWork):
     ``output_dtype`` differs for casts and comparisons. ``strided_elements``: elements of ``inputs`` that neighbouring
     threads read from different memory sectors; each sector is reused after ``reuse_bytes`` of others. ``one_by_one``:
     operands are addressed or converted element by element, as PyTorch does those that are broadcast, in another order
-    than the output, or of another type; it reads others in vectors.
+    than the output, or of another type; it reads others in vectors. ``instructions`` of each output, where they are
+    known and more than a few, as in filters.
     """
 
     kind: str
@@ -201,6 +202,7 @@ class Elementwise(CountedWork):
     strided_elements: int = 0
     reuse_bytes: int = 0
     one_by_one: bool = False
+    instructions: int = 0
 
     @property
     def flops(self) -> int:

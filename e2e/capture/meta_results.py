@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.known_values import LIMIT, know, known, most_true
 from e2e.capture.script_lines import flag_of_running_line
 
 aten = torch.ops.aten
@@ -129,7 +129,9 @@ def true_share(share: float) -> Iterator[None]:
 
 
 def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
-    """Return all elements, or the fraction set by :func:`true_share`, so that time and memory are not understated."""
+    """Return all elements, or the fraction set by :func:`true_share`, so that time and memory are not understated; no
+    more than can be true.
+    """
     if not _is_meta(tensor):
         return func(tensor)
     values = known(tensor)
@@ -138,7 +140,8 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
         found = torch.empty((tensor.dim(), places.shape[0]), dtype=torch.int64, device="meta").t()
         know(found, places)
         return found
-    rows = math.ceil(tensor.numel() * _SHARE.get())
+    most = most_true(tensor)
+    rows = math.ceil(tensor.numel() * _SHARE.get()) if most is None else most
     return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
 
 

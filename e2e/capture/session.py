@@ -29,6 +29,7 @@ from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
+from e2e.capture.meta_results import true_share
 from e2e.capture.python_calls import counted_functions
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.regions import Regions, in_region, outside_regions
@@ -270,6 +271,7 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
             stack.enter_context(cuda_graphs(recorder))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
+        stack.enter_context(true_share(options.selected))
         stack.enter_context(watched(lambda: recorder.called))
         stack.enter_context(followed_threads(recorder, options.form))
         recorder.decisions = lambda: GpuDecisions(recorder, options.form)

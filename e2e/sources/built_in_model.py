@@ -52,15 +52,18 @@ _UNFUSED = {
 }
 
 
-def assumptions(traces: Sequence[OperatorTrace], routed: bool = False) -> list[str]:
-    """Return a line for each assumption made in ``traces``. ``routed``: an option says how tokens are routed."""
+def assumptions(traces: Sequence[OperatorTrace], routed: bool = False, selected: float = 1.0) -> list[str]:
+    """Return a line for each assumption made in ``traces``. ``routed``: an option says how tokens are routed;
+    ``selected``: share that selections find.
+    """
     calls = [call for trace in traces for call in trace.calls]
     found: list[str] = []
     selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
     if selections:
+        taken = "select everything" if selected == 1 else f"find {selected:.0%} of the elements"
         found.append(
-            f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "
-            "fewer are usual, write x[:k] with a usual k"
+            f"{selections} selections by data (boolean masks, nonzero, unique) are taken to {taken}; where "
+            "fewer are usual, --selected says which share, or write x[:k] with a usual k"
         )
     counts = sum(call.name in EVEN_COUNTS and call.attributes.get("assumed") is True for call in calls)
     if counts and not routed:

@@ -41,6 +41,7 @@ from e2e.step.options import (
     LinearAttentionOptions,
     NodesOptions,
     OperatorOptions,
+    SelectionOptions,
     SingleGpuOptions,
     StackOptions,
     StepFunction,
@@ -350,7 +351,7 @@ class SpreadModel(_Modelled, ClusterOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scripted(Request, HostOptions, LinearAttentionOptions, CaptureOptions):
+class _Scripted(Request, HostOptions, LinearAttentionOptions, SelectionOptions, CaptureOptions):
     """Request for a user's own step, run without a GPU."""
 
     panel = SCRIPT_PANEL
@@ -420,7 +421,7 @@ class ScriptJob(_Scripted, ClusterOptions):
 
 @source("program", "command", prepared_by="e2e.sources.user_program:prepare")
 @dataclass(frozen=True, kw_only=True)
-class Program(Request, HostOptions, OperatorOptions, ClusterOptions):
+class Program(Request, HostOptions, SelectionOptions, OperatorOptions, ClusterOptions):
     """Request for a step of the user's program, run as it is."""
 
     panel = SCRIPT_PANEL

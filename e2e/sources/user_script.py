@@ -49,7 +49,7 @@ def prepare(request: Script) -> PreparedStep:
     trace, sizes, switches = kept(_key(request, options), captured)
     step = single_step(trace, cluster, request, options, switches)
     batch = _batch(*sizes, [trace], 1)
-    warnings = [*step.warnings, *_unused(request), *assumptions([trace])]
+    warnings = [*step.warnings, *_unused(request), *assumptions([trace], selected=options.selected)]
     return replace(step, warnings=warnings, batch=batch, taken=_taken(*sizes, switches.on(cluster.machine)))
 
 
@@ -104,7 +104,7 @@ def step_of_ranks(
         step_setting(request, machine, options),
         cluster,
         lowered.memory,
-        [*lowered.warnings, *warnings, *assumptions(traces)],
+        [*lowered.warnings, *warnings, *assumptions(traces, selected=options.selected)],
         notes,
         speed_spread=request.speed_spread,
         band=band_of(machine),

@@ -293,6 +293,26 @@ class LinearAttentionOptions(Options):
     )
 
 
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise InputError(f"--selected {value:g}: must be more than 0 and at most 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionOptions(Options):
+    """Options of code whose sizes depend on data."""
+
+    panel = STEP_PANEL
+
+    selected: float = option(
+        "Share of the elements that selections by data (masks, nonzero, NMS) find, such as 0.1.",
+        default=1.0,
+        read=_share,
+        default_text="1 (all)",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StackOptions(Options):
     """Software stack of a transformer: recipe, kernels, precision, adapters."""
@@ -442,7 +462,7 @@ NO_TF32 = Tf32Switches()
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(SingleGpuOptions, StackOptions, LinearAttentionOptions, CaptureOptions):
+class StepOptions(SingleGpuOptions, StackOptions, LinearAttentionOptions, SelectionOptions, CaptureOptions):
     """All options of a step, for capture, lowering and the writer of parallel steps.
 
     Options of all sources, each with its default for sources without it, and derived settings. ``attention`` ``None``:

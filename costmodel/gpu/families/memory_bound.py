@@ -104,8 +104,10 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
 
 def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
-    """Seconds of instructions of kernels that take an operand apart element by element; 0 for others."""
-    if isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
+    """Seconds of instructions of kernels that take an operand apart element by element, or filter; 0 for others."""
+    if isinstance(operator, Elementwise) and operator.instructions:
+        count: float = operator.elements * operator.instructions
+    elif isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
         count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
     elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
         count = operator.elements * _ONE_BY_ONE

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.cuda_packages.image_filters import EXTENSIONS
 from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.script_lines import library_folder
 from e2e.capture.stand_ins import Silent
@@ -202,6 +203,46 @@ class _Loader(importlib.abc.Loader):
         return telling(value) if isinstance(value, FunctionType) else value
 
 
+# Last parts of the names of modules in C++ or CUDA that a package builds for itself.
+_BUILT = ("_C", "_ext", "_cuda")
+
+
+class _UnbuiltFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder, asked last, of the module in CUDA of a package that was not built: what it has is refused when it is
+    used, so that what does without it runs.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, part = name.rpartition(".")
+        # PyTorch's own libraries do without theirs.
+        if part not in _BUILT or not package or package.partition(".")[0] in ("torch", "torchvision", "torchaudio"):
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Unbuilt(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = f"{module.__name__}.so"
+        self.note(f"{module.__name__} is not built: its functions are refused where they take tensors")
+
+
+class _Unbuilt(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+                refuse(f"{self.__name__}.{name}")
+            return Silent()  # its version, its compiler
+
+        return call
+
+
 class _Metadata(importlib.metadata.Distribution):
     def __init__(self, package: str) -> None:
         self.package = package
@@ -244,7 +285,9 @@ def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:
 
 
 def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
-    """Return the patches by which CUDA extensions are not built: a program may have another way without them."""
+    """Return the patches by which CUDA extensions are not built: known ones are stood in for, of others a program may
+    have another way without them.
+    """
 
     def build_of(original: Callable[..., Any]) -> Callable[..., Any]:
         def build(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +295,11 @@ def _unbuilt(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
             cuda = kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1])
             if not cuda and not any(each.endswith((".cu", ".cuh")) for each in sources):
                 return original(name, *args, **kwargs)
+            if name in EXTENSIONS:
+                note(f"the CUDA extension {name}, which the program builds: stood in for, its kernels by shape")
+                stand_in = sys.modules[name] = _Unbuilt(name)  # which programs also import by its name
+                vars(stand_in).update(EXTENSIONS[name])
+                return stand_in
             note(f"the CUDA extension {name}, which the program builds, is not built: its kernels are not known here")
             raise RuntimeError(
                 f"the CUDA extension {name} is not built without a GPU; call functions written with torch instead of it"
@@ -269,7 +317,9 @@ def cuda_packages(note: Note) -> Iterator[None]:
     finder = _Finder(note, stack, {package: where for package in PACKAGES if (where := find_spec(package)) is not None})
     if "triton" not in finder.installed:
         import_module("torch.utils._triton").has_triton_package()  # kept: PyTorch goes without the stand-in
+    unbuilt = _UnbuiltFinder(note)
     sys.meta_path.insert(0, finder)
+    sys.meta_path.append(unbuilt)
     try:
         # Packages take it from there when they are imported; a PyTorch without CUDA lacks it.
         current_stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
@@ -282,7 +332,8 @@ def cuda_packages(note: Note) -> Iterator[None]:
             yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
+        sys.meta_path.remove(unbuilt)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, (_Package, _Unbuilt))]:
             del sys.modules[name]
 
 

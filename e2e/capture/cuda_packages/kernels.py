@@ -3,7 +3,8 @@
 ``package::attention``: fused attention of (batch, length, heads, width), or of one row of sequences with the lengths
 ``packed``, by a named kernel. ``package::norm``: a layer or RMS norm of any mixture of types, after an addition if
 there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once;
-``package::update_``: one of an optimizer, over a parameter and its states.
+``package::filtered``: one that besides multiplies, as filters of images do; ``package::update_``: one of an optimizer,
+over a parameter and its states.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ for _schema in (
     "norm(Tensor data, Tensor? residual, Tensor[] parameters, str kind) -> (Tensor, Tensor, Tensor)",
     "norm_backward(Tensor gradient, Tensor? of_sum, Tensor data, Tensor[] parameters, str kind) -> (Tensor, Tensor[])",
     "one_pass(str name, Tensor[] read, Tensor[] like) -> Tensor[]",
+    "filtered(str name, Tensor[] read, Tensor like, int[] shape, int products) -> Tensor",
     "update_(str name, Tensor gradient, Tensor(a!)[] written) -> ()",
 ):
     _LIBRARY.define(_schema)
@@ -51,6 +53,7 @@ _LIBRARY.impl(
     "Meta",
 )
 _LIBRARY.impl("one_pass", lambda name, read, like: [torch.empty_like(each) for each in like], "Meta")
+_LIBRARY.impl("filtered", lambda name, read, like, shape, products: like.new_empty(shape), "Meta")
 _LIBRARY.impl("update_", lambda *_: None, "Meta")
 OPERATORS = torch.ops.package
 
@@ -92,7 +95,11 @@ def attend(
     packed: Sequence[int] = (),
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of attention by ``kernel``, of (batch, length, heads, width)."""
+    """Return the output of attention by ``kernel``, of (batch, length, heads, width); raise what FlashAttention raises
+    for other types than its own: in float32 the step would run, and be priced without tensor cores.
+    """
+    if kernel in ("flash2", "flash3") and given[0].dtype in (torch.float32, torch.float64):
+        raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, these are {given[0].dtype}")
     how = (bool(causal), int(window), float(dropout), [int(each) for each in packed], kernel)
     return Attention.apply(bias, how, *given)
 

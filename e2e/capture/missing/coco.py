@@ -4,7 +4,7 @@ image as COCO has, with outlines, key points and captions; the images are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,21 @@ from e2e.capture.missing.arrays import is_missing
 from e2e.capture.missing.images import NAMED_SIZE
 from e2e.capture.stand_ins import Note
 
-# Images and categories that are made up, objects of an image and their width and height.
-_IMAGES, _CATEGORIES, _OBJECTS = 2_048, 80, 7
+# Images that are made up, objects of an image and their width and height.
+_IMAGES, _OBJECTS = 2_048, 7
 _BOX = (90, 110)
+# COCO's names, which programs compare with their own; key points are of persons only.
+_NAMES = (
+    "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,parking meter,"
+    "bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,frisbee,"
+    "skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,wine glass,"
+    "cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,"
+    "potted plant,bed,dining table,toilet,tv,laptop,mouse,remote,keyboard,cell phone,microwave,oven,toaster,sink,"
+    "refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush"
+)
+_UNUSED = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # numbers up to 90 that COCO gives to no category
+_KEY_POINTS = ["nose", *(f"{side}_{part}" for part in (
+    "eye", "ear", "shoulder", "elbow", "wrist", "hip", "knee", "ankle") for side in ("left", "right"))]  # fmt: skip
 
 
 @contextmanager
@@ -30,14 +42,14 @@ def made_up_annotations(note: Note) -> Iterator[None]:
             make(self, None if self.made_up else annotation_file, *args, **kwargs)
             if self.made_up:
                 note(f"{annotation_file} is not there: {_IMAGES:,} images with {_OBJECTS} objects each")
-                self.dataset, self.anno_file = _dataset(), [annotation_file]
+                self.dataset, self.anno_file = _dataset("keypoint" in str(annotation_file)), [annotation_file]
                 self.createIndex()
 
         def getCatIds(self: Any, catNms: Any = (), *args: Any, **kwargs: Any) -> Any:
             names = [catNms] if isinstance(catNms, str) else list(catNms)
             if not getattr(self, "made_up", False) or not names:
                 return find(self, catNms, *args, **kwargs)
-            return list(range(1, min(len(names), _CATEGORIES) + 1))  # they have whatever names they are asked for
+            return find(self)[: len(names)]  # they have whatever names they are asked for
 
         yield module.COCO, "__init__", __init__
         yield module.COCO, "getCatIds", getCatIds
@@ -46,32 +58,28 @@ def made_up_annotations(note: Note) -> Iterator[None]:
         yield
 
 
-def _dataset() -> dict[str, Any]:
+def _dataset(persons: bool) -> dict[str, Any]:
+    """Return the made-up content of a file; ``persons``: its objects are persons."""
     width, height = NAMED_SIZE
     images = [
         {"id": number, "file_name": f"{number:012}.jpg", "width": width, "height": height}
         for number in range(1, _IMAGES + 1)
     ]
+    numbers = [number for number in range(1, 91) if number not in _UNUSED][: 1 if persons else None]
     categories = [
-        {
-            "id": number,
-            "name": str(number),
-            "supercategory": "",
-            "keypoints": [str(n) for n in range(17)],
-            "skeleton": [],
-        }
-        for number in range(1, _CATEGORIES + 1)
+        {"id": number, "name": name, "supercategory": "", "keypoints": _KEY_POINTS, "skeleton": []}
+        for number, name in zip(numbers, _NAMES.split(","), strict=False)
     ]
-    return {"info": {}, "images": images, "categories": categories, "annotations": list(_objects())}
+    return {"info": {}, "images": images, "categories": categories, "annotations": list(_objects(numbers))}
 
 
-def _objects() -> Iterator[dict[str, Any]]:
+def _objects(categories: Sequence[int]) -> Iterator[dict[str, Any]]:
     for number in range(_IMAGES * _OBJECTS):
         image, place = divmod(number, _OBJECTS)
         wide, high = _BOX
         left, top = 70 * place, 50 * place
         # Every image has an object of the first category, which may be the only one that a program takes.
-        category = number % _CATEGORIES + 1 if place else 1
+        category = categories[number % len(categories) if place else 0]
         yield {
             "id": number + 1, "image_id": image + 1, "category_id": category, "iscrowd": 0, "area": wide * high,
             "bbox": [left, top, wide, high], "caption": "a thing beside another thing on a table in a room",

@@ -20,7 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from e2e.capture.imports import patched_imports
+from e2e.capture.cuda_packages import torchvision_operators
+from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.missing.arrays import is_missing
 from e2e.capture.stand_ins import Note
 
@@ -28,16 +29,18 @@ from e2e.capture.stand_ins import Note
 @contextmanager
 def libraries_for_cuda() -> Iterator[None]:
     """Context in which a torchvision or torchaudio built for CUDA can be imported beside a PyTorch without it: its
-    library does not load there, and two operators of torchvision are expected all the same.
+    library does not load there, and its operators are stood in for.
     """
     spec = importlib.util.find_spec("torchvision")
     with ExitStack() as stack:
         if spec is not None and spec.origin is not None and not _loads(Path(spec.origin).parent.glob("_C*.so")):
             library = stack.enter_context(torch.library._scoped_library("torchvision", "DEF"))
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            unchecked = {"torchvision.extension": lambda module: [(module, "_assert_has_ops", lambda: None)]}
-            stack.enter_context(patched_imports(unchecked))
+            torchvision_operators.define_operators(library)
+            patches: dict[str, Patches] = {
+                "torchvision.extension": lambda module: [(module, "_assert_has_ops", lambda: None)],
+                "torchvision.ops.roi_align": torchvision_operators.patches,
+            }
+            stack.enter_context(patched_imports(patches))
         stack.enter_context(patched_imports({"torchaudio._extension.utils": _without_library}))
         yield
 

@@ -112,6 +112,7 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
             "timm.models._builder": lambda module: _timm(module, note),
             "torchvision.models._api": lambda module: _torchvision(module, note),
             "safetensors.torch": lambda module: _safetensors(module, missing),
+            "fvcore.common.checkpoint": lambda module: _fvcore(module, note),
             **{
                 f"{name}.utilities.load": lambda module: _lightning(module, missing)
                 for name in ("lightning.fabric", "lightning_fabric")
@@ -274,6 +275,22 @@ def _torchvision(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
         return MissingState(str(self))
 
     yield module.WeightsEnum, "get_state_dict", get_state_dict
+
+
+def _fvcore(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches by which checkpoints of fvcore, of files that are not there or of addresses, change nothing."""
+
+    def from_there(load: Any) -> Any:
+        def load_if_there(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            if path and ("://" in str(path) or _is_missing(path)):
+                note(f"{path} is not there: weights and numbers in it make no difference")
+                path = ""  # which leaves all as it is
+            return load(self, path, *args, **kwargs)
+
+        return load_if_there
+
+    for name in ("load", "resume_or_load"):
+        yield module.Checkpointer, name, from_there(getattr(module.Checkpointer, name))
 
 
 def _lightning(module: Any, missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:

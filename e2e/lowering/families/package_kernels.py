@@ -100,6 +100,21 @@ def _one_pass(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(f"package::{call.inputs[0]}", written[0], read, written)]
 
 
+def _filtered(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower a kernel that reads and writes its tensors once and multiplies; each product is one instruction, and half
+    a read of shared memory or a step of a loop beside it.
+    """
+    read, written = list(tensors(call.inputs[1:2])), gpu_outputs(call)
+    work = _moved(f"package::{call.inputs[0]}", written[0], read, written)
+    (record,) = work.operators
+    (products,) = (value for value in call.inputs[-1:] if isinstance(value, int))
+    instructions = round(_PER_PRODUCT * products / max(numel(written[0]), 1))
+    return [replace(work, operators=(replace(cast(Elementwise, record), instructions=instructions),))]
+
+
+_PER_PRODUCT = 1.5
+
+
 def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor], kind: str = "fused") -> DeviceWork:
     """Return a kernel over the elements of ``main`` that moves all tensors once."""
     width = max(size_bytes(main) // max(numel(main), 1), 1)
@@ -107,8 +122,10 @@ def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor], k
     return DeviceWork(name, (Elementwise(kind, numel(main), 0, 1, total // width, priced_dtype(main)),))
 
 
-def _dequantized(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower the expansion of stored weights: codes and scales are read, 16 bits written."""
+def _passed(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower a kernel that reads all inputs and writes all outputs once: the expansion of stored weights, of which codes
+    and scales are read and 16 bits written; pooling of regions.
+    """
     written = gpu_outputs(call) or list(tensors((call.attributes.get("out"),)))
     read = [each for each in gpu_inputs(call) if each.id not in {e.id for e in written}]
     return [_moved(call.name, written[0], read, written)]
@@ -189,17 +206,23 @@ def _product_4bit(call: OperatorCall, context: Context) -> list[DeviceWork]:
 TABLE: dict[str, Lowering] = {
     "bitsandbytes::gemm_4bit": _product_4bit,
     "bitsandbytes::int8_scaled_mm": _int8_product,
-    "bitsandbytes::int8_vectorwise_quant": _dequantized,
+    "bitsandbytes::int8_vectorwise_quant": _passed,
     "package::attention": _attention("forward"),
     "package::attention_backward": _attention("backward"),
     "package::norm": _norm,
     "package::norm_backward": _norm_backward,
     "package::one_pass": _one_pass,
+    "package::filtered": _filtered,
     "package::update_": _update,
-    "bitsandbytes::dequantize_4bit": _dequantized,
-    "bitsandbytes::dequantize_blockwise": _dequantized,
-    "bitsandbytes::quantize_4bit": _dequantized,
-    "bitsandbytes::quantize_blockwise": _dequantized,
+    "bitsandbytes::dequantize_4bit": _passed,
+    "bitsandbytes::dequantize_blockwise": _passed,
+    "bitsandbytes::quantize_4bit": _passed,
+    "bitsandbytes::quantize_blockwise": _passed,
     "bitsandbytes::optimizer_update_8bit_blockwise": _updated,
     "bitsandbytes::optimizer_update_32bit": _updated,
+    **{
+        f"torchvision::{name}": _passed
+        for pooling in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
+        for name in (pooling, f"_{pooling}_backward")
+    },
 }

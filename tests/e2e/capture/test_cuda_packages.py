@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,7 @@ from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.fitted import packaged_machine
 from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, OptimizerStep, ScaledGemm
-from e2e.capture.cuda_packages import mmcv
+from e2e.capture.cuda_packages import mmcv, torchvision_operators
 from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_package, modules_of
 from e2e.capture.imports import patched_imports
 from e2e.capture.script import capture_script, load_script
@@ -73,6 +75,8 @@ def test_flash_attention_is_the_kernel_of_scaled_dot_product_attention(told: lis
         assert one == other
     stacked = attended(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), BATCH, LENGTH, 3, HEADS, WIDTH, count=1)
     assert stacked == [forward, backward]
+    with pytest.raises(RuntimeError, match="only supports fp16 and bf16 data type, these are torch.float32"):
+        flash_attn_func(*(torch.empty(BATCH, LENGTH, HEADS, WIDTH, device="meta") for _ in range(3)))
     assert told == ["flash_attn cannot run without a GPU: stood in for, its kernels by name and shape"]
 
 
@@ -298,6 +302,84 @@ def test_the_extension_of_mmcv(told: list[str]):
     value, where = torch.empty(2, 100, 8, 32, device="meta"), torch.empty(2, 30, 8, 4, 4, 2, device="meta")
     attended = extension.ms_deform_attn_forward(value, tensor, tensor, where, where[..., 0], im2col_step=64)
     assert attended.shape == (2, 30, 256)
+
+
+def test_a_module_that_a_package_has_not_built_is_refused_where_it_takes_tensors(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "unbuilt").mkdir()
+    (tmp_path / "unbuilt" / "__init__.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = import_module("unbuilt._C")
+    assert told == ["unbuilt._C is not built: its functions are refused where they take tensors"]
+    assert not module.has_cuda()
+    with pytest.raises(ModelError, match="unbuilt._C.deform_conv_forward is not stood in for"):
+        module.deform_conv_forward(torch.empty(1), 3)
+    for absent in ("unbuilt.other", "torch._ext"):
+        with pytest.raises(ModuleNotFoundError):
+            import_module(absent)
+
+
+def test_regions_are_pooled_by_operators_of_torchvision():
+    made = ModuleType("torchvision.ops.roi_align")
+    made._roi_align = lambda data, rois, *bins: "by PyTorch"  # type: ignore[attr-defined]
+    ((_, _, roi_align),) = torchvision_operators.patches(made)
+    boxes = torch.empty(512, 5, device="cpu")
+    assert roi_align(boxes, boxes, 0.25, 7, 7, 2, False) == "by PyTorch"
+
+    def pooled() -> tuple[nn.Module, Callable[[], Any]]:
+        data, rois = torch.randn(2, 98, 64, 64, device="cuda", requires_grad=True), boxes.cuda()
+
+        def step() -> None:
+            shapes = []
+            for output in (
+                roi_align(data, rois, 0.25, 7, 7, 2, False),
+                torch.ops.torchvision.ps_roi_pool(data, rois, 0.25, 7, 7)[0],
+            ):
+                output.sum().backward()
+                shapes.append(output.shape)
+            assert shapes == [(512, 98, 7, 7), (512, 2, 7, 7)]
+            assert data.grad is not None and data.grad.shape == data.shape
+
+        return nn.Identity(), step
+
+    with torch.library._scoped_library("torchvision", "DEF") as library:
+        torchvision_operators.define_operators(library)
+        graph = lowered(pooled)
+    names = {task.name for task in graph.tasks if task.name.startswith("torchvision")}
+    pooling = ("roi_align", "_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward")
+    assert names == {f"torchvision::{name}" for name in pooling}
+
+
+def test_extensions_of_stylegan_resample_and_count_their_multiplications(told: list[str]):
+    from torch.utils.cpp_extension import load
+
+    filtered, resampled = (load(f"{name}_plugin", [f"{name}.cu"]) for name in ("filtered_lrelu", "upfirdn2d"))
+    assert import_module("upfirdn2d_plugin") is resampled and len(told) == 2
+    with pytest.raises(ModelError, match="upfirdn2d_plugin.upfirdn3d is not stood in for"):
+        resampled.upfirdn3d(torch.empty(1))
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        data, square, taps = (torch.randn(*shape, device="cuda") for shape in ((2, 8, 36, 36), (4, 4), (12,)))
+        none = torch.empty(0, device="cpu")
+
+        def step() -> None:
+            lower = resampled.upfirdn2d(data, square, 1, 1, 2, 2, 1, 1, 1, 1, False, 1.0)
+            assert lower.shape == (2, 8, 18, 18)
+            # 36 pixels, of which the filters take 5 on each side, twice as many between them.
+            how = (2, 2, 0, 0, 0, 0, 0, 0, 1.0, 0.2, 256.0, False, True)
+            output, signs, code = filtered.filtered_lrelu(data, taps, taps, data[0, :, 0, 0], none, *how)
+            assert (output.shape, signs.shape, code) == ((2, 8, 25, 25), (2, 8, 61, 16), 0)
+
+        return nn.Identity(), step
+
+    (first, second) = records(lowered(make), Elementwise)
+    assert (first.elements, first.instructions) == (2 * 8 * 18 * 18, 24)  # 4 x 4 products of 1.5 instructions
+    products = (36 * 61 + 61 * 61) * 6 + (61 * 25 + 25 * 25) * 12 + 4 * 61 * 61
+    assert second.instructions == round(1.5 * products / 25**2)
+    model = gpu_cost_model(packaged_machine("a100-sxm-80gb"))
+    plain, filtering = (each.seconds for each in model.estimate([replace(second, instructions=0), second]))
+    assert filtering > plain
 
 
 def test_cuda_extensions_of_a_program_are_not_built(told: list[str]):

@@ -20,12 +20,15 @@ from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
 
-def captured(step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None) -> OperatorTrace:
+def captured(
+    step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None, selected: float = 1.0
+) -> OperatorTrace:
     def make() -> tuple[nn.Module, Callable[[], Any]]:
         data = torch.randn(*shape, device="cuda")
         return module or nn.Identity(), lambda: step(data)
 
-    return capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
+    options = StepOptions(mode="forward-backward", attention="flash", selected=selected)
+    return capture_script(load_script(make), options)
 
 
 def names(graph: RankGraph) -> list[str]:
@@ -83,6 +86,27 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
 
     captured(step, 1000, 4)
     assert sizes[-2:] == [(1000, 4), (250, 4)]
+    trace = captured(step, 1000, 4, selected=0.5)
+    assert sizes[-2:] == [(500, 4), (250, 4)]
+    (line,) = assumptions([trace], selected=0.5)
+    assert "find 50% of the elements" in line
+
+
+def test_a_mask_written_at_some_places_selects_no_more():
+    sizes: list[torch.Size] = []
+
+    def step(data: torch.Tensor) -> None:
+        positive = torch.where(data[:, 0] > 0)[0]
+        first, second = (torch.zeros(data.shape[0], dtype=torch.uint8, device="cuda") for _ in range(2))
+        first[positive[:128]] = 1
+        second[positive[100:400]] = 1
+        for mask in (first | second, torch.cat([first, second]), first & second, first.bool() & (data[:, 1] > 0)):
+            sizes.append(torch.where(mask)[0].shape)
+        second.bitwise_or_(positive.to(torch.uint8))
+        sizes.append(torch.where(second)[0].shape)
+
+    captured(step, 100_000, 4)
+    assert [size.numel() for size in sizes[-5:]] == [428, 428, 128, 128, 100_000]
 
 
 def test_values_on_the_host_are_copied_there_and_back():

@@ -502,6 +502,19 @@ return model, step""",
     assert (held["parameters"], held["optimizer_state"]) == (shard, own)
 
 
+def test_what_a_rank_gathers_of_values_is_what_it_sends(tmp_path):
+    body = """sizes = [[torch.zeros(1, dtype=torch.int64, device=place) for _ in range(2)] for place in ("cpu", "cuda")]
+def step():
+    for places in sizes:
+        dist.all_gather(places, torch.tensor([24], device=places[0].device))
+    lengths = [int(each) for places in sizes for each in places]
+    return torch.randn(sum(lengths), 8, device="cuda").sum()
+return torch.nn.Identity(), step"""
+    trace = lowered(written(tmp_path, body), 2)
+    (task,) = (each for each in trace.graph.ranks[0].tasks if each.name == "aten::sum")
+    assert task.operators[0].elements == 96 * 8
+
+
 def test_splits_that_follow_from_data_are_even_and_others_must_fit(tmp_path):
     body = """tokens = torch.randn(64, 8, device="cuda")
 expert = tokens.argmax(-1)

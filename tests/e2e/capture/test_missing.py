@@ -291,6 +291,30 @@ def test_a_checkpoint_that_is_not_there_stands_for_any_state(tmp_path: Path) -> 
     assert any("none.pt" in line for line in notes)
 
 
+FVCORE = """
+class Checkpointer:
+    def load(self, path, checkpointables=None):
+        return {"from": path} if path else {}
+    def resume_or_load(self, path, *, resume=True):
+        return self.load(path, [])
+"""
+
+
+def test_a_checkpoint_at_an_address_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fvcore" / "common").mkdir(parents=True)
+    (tmp_path / "fvcore" / "common" / "checkpoint.py").write_text(FVCORE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    notes: list[str] = []
+    here = tmp_path / "here.pkl"
+    here.write_bytes(b"weights")
+    with weights_not_read(Hub(tmp_path / "hub", True), notes.append):
+        checkpointer = import_module("fvcore.common.checkpoint").Checkpointer()
+        assert checkpointer.resume_or_load("detectron2://R-50.pkl", resume=False) == {}
+        assert checkpointer.load(str(tmp_path / "absent.pkl")) == {}
+        assert checkpointer.resume_or_load(str(here)) == {"from": str(here)}
+    assert len(notes) == 2 and notes[0].startswith("detectron2://R-50.pkl is not there")
+
+
 def test_loaders_with_workers_start_none() -> None:
     class Parts(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[int]:
@@ -346,7 +370,11 @@ def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
     with made_up_annotations(notes.append):
         found = import_module("xtcocotools.coco").COCO("absent.json")
         assert found.getCatIds(["person", "car"]) == [1, 2] and len(found.getCatIds()) == 80
-    assert notes == ["absent.json is not there: 2,048 images with 7 objects each"]
+        persons = import_module("xtcocotools.coco").COCO("person_keypoints_train2017.json")
+    assert notes[0] == "absent.json is not there: 2,048 images with 7 objects each"
+    names = {each["id"]: each["name"] for each in found.dataset["categories"]}
+    assert (names[1], names[13], names[90], len(names)) == ("person", "stop sign", "toothbrush", 80)
+    assert persons.getCatIds() == [1] and {each["category_id"] for each in persons.dataset["annotations"]} == {1}
     assert found.images[1] == "000000000001.jpg" and {each["bbox"][2] for each in found.dataset["annotations"]} == {90}
 
 

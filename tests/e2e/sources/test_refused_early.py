@@ -11,7 +11,7 @@ from costmodel.base.errors import ProjectError
 from costmodel.machines.cluster import MOST_GPUS, load_cluster
 from e2e.capture.models.transformer import read_config
 from e2e.parallelism.spec import parse_parallel
-from e2e.step.options import ClusterOptions, check_units
+from e2e.step.options import ClusterOptions, SelectionOptions, check_units
 from e2e.sweeps.workers import LocalWorkers
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
@@ -23,6 +23,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidd
         (lambda: load_cluster("h100-sxm", 10**9), f"at most {MOST_GPUS:,} GPUs"),
         (lambda: load_cluster("h100-sxm", 16, network="infiniband-ndr:999999"), "must be 1 to 512"),
         (lambda: parse_parallel("pp=4,micro-batches=1000000", 4), "micro-batches x pp are more than"),
+        (lambda: SelectionOptions(selected=0.0), "--selected 0: must be more than 0 and at most 1"),
         (lambda: ClusterOptions(gpu="t4", gpus=2, speed_spread=9), "--speed-spread 9: must be from 0 to 1"),
         (lambda: LocalWorkers(100_000), "more than 1024 processes"),
         (lambda: check_units("fp8-block", load_cluster("v100-pcie-32gb", 1).machine), "has no rate for float8"),
