@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from e2e.capture.evaluation import is_plain, key_of
+from e2e.capture.evaluation import in_own_containers, is_plain, key_of
 from e2e.capture.recorder import Recorder
 from e2e.step.collective_names import POINT_TO_POINT, kind_of
 from e2e.step.operator_trace import RepeatedPass, shape_of
@@ -80,7 +80,7 @@ class AccumulatedPasses:
             return self._imitated(self._last[key])
         outputs = call(module, *args, **kwargs)
         if key[0] is not None and is_plain(outputs) and not recorder.leaving_out:
-            self._now[key] = outputs
+            self._now[key] = in_own_containers(outputs)
         return outputs
 
     def _is_equal(self, args: Any, kwargs: Any) -> bool:

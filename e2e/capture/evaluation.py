@@ -99,7 +99,7 @@ class EvaluationPasses:
         outputs = call(module, *args, **kwargs)
         if group.passes == 1:
             group.calls = slice(begin, self.recorder.recorded)
-        self._outputs = outputs if is_plain(outputs) else None
+        self._outputs = in_own_containers(outputs) if is_plain(outputs) else None
         return outputs
 
     def _group(self, module: torch.nn.Module) -> PassGroup:
@@ -126,6 +126,11 @@ def _signature(leaf: Any) -> Hashable:
 
 def is_plain(outputs: Any) -> bool:
     return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(outputs)[0])
+
+
+def in_own_containers(outputs: Any) -> Any:
+    """Return the same tensors in other lists and dictionaries: a program may replace elements of those that it gets."""
+    return tree_map_only(torch.Tensor, lambda each: each, outputs)
 
 
 def _copied(outputs: Any) -> Any:

@@ -138,6 +138,7 @@ class _Optimizer(torch.optim.Optimizer):
             for each in group["params"]:
                 if each.grad is not None:
                     self._update(each, each.grad)
+                    torch.cuda.synchronize()  # as the package does after every parameter, paged or not
         return loss
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

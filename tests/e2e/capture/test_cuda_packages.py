@@ -27,7 +27,7 @@ from e2e.capture.cuda_packages.finder import PACKAGES, cuda_packages, missing_pa
 from e2e.capture.imports import patched_imports
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
-from e2e.step.execution_graph import RankGraph
+from e2e.step.execution_graph import RankGraph, Synchronize
 from e2e.step.options import SeenGpu, StepOptions
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 256, 4, 64
@@ -190,6 +190,7 @@ def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     moved = sum(each.read_bytes + each.write_bytes for each in update.operators)
     scales = 2 * 4 * 256
     assert moved == pytest.approx(256 * 256 * (2 + 2 * 2 + 2 * 2) + 2 * scales, rel=0.01)
+    assert sum(isinstance(action, Synchronize) for action in graph.actions()) == 1  # once for each parameter
     four = trained(lambda: modules["bitsandbytes.nn"]["Linear4bit"](256, 256, bias=False))
     assert [task.name for task in four.tasks].count("package::dequantize_4bit") == 2
     assert len(records(four, Gemm)) == 2  # the frozen weight has no gradient

@@ -426,6 +426,40 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+PIECES = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 32)
+
+    def forward(self, x):
+        return list(self.layer(x).split(128))
+
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+target = torch.zeros(255, dtype=torch.long, device="cuda")
+while True:
+    for _ in range(12):
+        pieces = net(torch.randn(256, 64, device="cuda"))
+        pieces[-1] = pieces[-1][:-1]
+        loss = torch.nn.functional.cross_entropy(torch.cat(pieces), target)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_pass_left_out_gives_what_the_module_gave(folder: Path) -> None:
+    """The program replaces an element of the list that it got: passes that are not run still give the module's own."""
+    (folder / "pieces.py").write_text(PIECES, encoding="utf-8")
+    found = run(folder, "python pieces.py")
+    assert any("6 of its 12 passes, which are alike, not run" in line for line in found.notes)
+
+
 GRAPHS = """
 import sys
 
