@@ -10,6 +10,7 @@ import importlib.util
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -250,12 +251,14 @@ _IMAGES: dict[str, tuple[str, tuple[int, int], int, int]] = {
 
 def _image_datasets(datasets: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
     """Yield classes of images that are made up if their folder is not there; transformations run on them as on real
-    ones.
+    ones. Programs take a class from the package, or from the module that defines it.
     """
-    for name, (mode, size, classes, length) in _IMAGES.items():
+    for name, form in _IMAGES.items():
         original = getattr(datasets, name, None)
         if original is not None:
-            yield datasets, name, _pictures(original, name, (mode, size, classes, length), note)
+            pictures = _pictures(original, name, form, note)
+            for module in {datasets.__name__, original.__module__}:
+                yield sys.modules[module], name, pictures
 
 
 def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, int], note: Note) -> Any:

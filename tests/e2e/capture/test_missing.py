@@ -349,6 +349,37 @@ def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:
     assert notes[0] == f"{tmp_path / 'absent'} is not there: 2,048 empty images of 512x512"
 
 
+def test_images_of_torchvision_are_made_up_wherever_their_class_is_taken_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL.Image")
+    package = tmp_path / "torchvision" / "datasets"
+    package.mkdir(parents=True)
+    (tmp_path / "torchvision" / "__init__.py").touch()
+    (package / "__init__.py").write_text("from torchvision.datasets.cifar import CIFAR10, CIFAR100\n", encoding="utf-8")
+    (package / "cifar.py").write_text(CIFAR, encoding="utf-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    notes: list[str] = []
+    with made_up_images(tmp_path / "made", notes.append):
+        module, datasets = import_module("torchvision.datasets.cifar"), import_module("torchvision.datasets")
+        made_up = module.CIFAR100(str(tmp_path / "absent"), train=True)
+        assert module.CIFAR100 is datasets.CIFAR100 and module.CIFAR10 is datasets.CIFAR10
+        assert len(made_up) == 50_000 and made_up[101][0].size == (32, 32) and made_up[101][1] == 1
+    assert len(notes) == 1 and "CIFAR100" in notes[0]
+    assert module.CIFAR100.__bases__ == (module.CIFAR10,)  # undone
+    for name in ("torchvision", "torchvision.datasets", "torchvision.datasets.cifar"):
+        del sys.modules[name]
+
+
+CIFAR = """
+class CIFAR10:
+    def __init__(self, root, train=True, transform=None, target_transform=None, download=False):
+        raise RuntimeError("Dataset not found or corrupted.")
+class CIFAR100(CIFAR10):
+    pass
+"""
 COCO = """
 class COCO:
     def __init__(self, annotation_file=None):
