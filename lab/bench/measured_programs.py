@@ -1,0 +1,438 @@
+"""Training programs of other people as they are, timed on the GPU at hand, and what ``python -m e2e predict`` says.
+
+    python -m lab.bench.measured_programs fetch --to FOLDER
+    python -m lab.bench.measured_programs run FOLDER -o OUT [--minutes 5] [--resume] [--device cpu]
+    python -m lab.bench.measured_programs compare OUT/programs.csv FOLDER --gpu h200-sxm
+
+``programs.yaml`` lists them, the most telling first. ``fetch`` needs the Python package index; its folder (30 MB) is
+carried to the GPU, where ``run`` makes up the data and needs no network. A program runs as ``__main__`` in a fork of a
+process that has imported the libraries, so that only its own work takes device time; a hook of its optimizer times
+steady steps, then traces a few with shapes and a few without (Kineto), and ends the program from inside.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import runpy
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from costmodel.base.command_line import guarded
+from costmodel.base.errors import InputError, Say
+from costmodel.base.input_files import read_text
+from costmodel.measure.device import open_device, provenance, synchronize
+from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
+from lab.command_line import run
+
+LIST = Path(__file__).with_name("programs.yaml")
+PACKAGES, DATA, OUT = "packages", "data", "out"  # beside the folders of the programs
+
+
+@dataclass(frozen=True)
+class Program:
+    """Entry of ``programs.yaml``, which says what the fields are; the program comes from ``source``, ``module`` or
+    ``text``.
+    """
+
+    name: str
+    about: str
+    licence: str = ""
+    source: str = ""
+    members: Sequence[str] = ()
+    edits: Sequence[tuple[str, str]] = ()
+    module: str = ""
+    text: str = ""
+    arguments: str = ""
+    compiled: bool = False
+    predicted: Mapping[str, Any] | None = None
+
+    def command(self, device: str) -> list[str]:
+        """Return what stands after ``python``."""
+        start = ["-m", self.module] if self.module else [Path(self.members[0]).name if self.members else "program.py"]
+        return start + [device if each == "cuda" else each for each in shlex.split(self.arguments)]
+
+
+@dataclass(frozen=True)
+class ProgramList:
+    """Content of ``programs.yaml``: ``packages`` to carry, ``helpers`` (modules of ours: name to text), programs."""
+
+    packages: Sequence[str]
+    helpers: Mapping[str, str]
+    programs: Sequence[Program]
+
+
+def read_list(path: Path = LIST) -> ProgramList:
+    """Read a list of programs."""
+    content = yaml.safe_load(read_text(path, "settings"))
+    programs = [Program(**each) for each in content["programs"]]
+    return ProgramList(content.get("packages", ()), content.get("helpers", {}), programs)
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+
+
+def fetch(listed: ProgramList, folder: Path, report: Say) -> None:
+    """Write the programs and the packages that they need into ``folder``; ``InputError`` if an edit does not apply."""
+    packages = folder / PACKAGES
+    packages.mkdir(parents=True, exist_ok=True)
+    if listed.packages:
+        _pip("install", "--no-compile", "--upgrade", "--target", str(packages), *listed.packages)
+    for name, text in listed.helpers.items():
+        (packages / name).write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="programs-") as scratch:
+        for source in sorted({each.source for each in listed.programs if each.source}):
+            report(f"{source}: source distribution")
+            _pip("download", "--no-binary", ":all:", "--dest", f"{scratch}/{source}", source)
+        for program in listed.programs:
+            place = folder / program.name
+            place.mkdir(exist_ok=True)
+            for name, text in source_of(program, Path(scratch) / program.source).items():
+                (place / name).write_text(text, encoding="utf-8")
+    report(f"{len(listed.programs)} programs in {folder}")
+
+
+def _pip(command: str, *arguments: str) -> None:
+    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"pip {command} {arguments[-1]}: {_last_line(done.stderr)}; is an index within reach?")
+
+
+def source_of(program: Program, downloads: Path) -> dict[str, str]:
+    """Return the files of a program, edited: name to text. ``downloads``: folder of its source distribution."""
+    if not program.source:
+        return {"program.py": program.text} if program.text else {}
+    with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
+        root = archive.getnames()[0].split("/")[0]
+        found = {each: archive.extractfile(f"{root}/{each}") for each in program.members}
+        files = {Path(name).name: file.read().decode() for name, file in found.items() if file is not None}
+    for old, new in program.edits:
+        holders = [name for name, text in files.items() if text.count(old) == 1]
+        if len(holders) != 1:
+            raise InputError(f"{program.name}: {old!r} is not in one place of {program.source}; mend {LIST.name}")
+        files[holders[0]] = files[holders[0]].replace(old, new)
+    return files
+
+
+# --- data that is made up --------------------------------------------------------------------------------------------
+
+
+def make_data(folder: Path) -> None:
+    """Write the data of the programs to ``folder/data``, some 450 MB in ten seconds, unless it is there."""
+    if (folder / DATA).exists():
+        return
+    import numpy
+    from PIL import Image
+
+    random, place = numpy.random.default_rng(0), folder / f"{DATA}.part"
+    shutil.rmtree(place, ignore_errors=True)
+
+    def pixels(*shape: int) -> Any:
+        return random.integers(0, 256, shape, dtype=numpy.uint8)
+
+    def pickled(path: Path, content: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(content))
+
+    for name, labels, classes, parts in (
+        ("cifar-10-batches-py", "label", 10, {f"data_batch_{n}": 5000 for n in range(1, 6)} | {"test_batch": 1000}),
+        ("cifar-100-python", "fine_label", 100, {"train": 25600, "test": 1000}),
+    ):
+        for part, count in parts.items():
+            known = {"data": pixels(count, 3072), f"{labels}s": [each % classes for each in range(count)]}
+            pickled(place / "cifar" / name / part, known)
+        meta = "batches.meta" if classes == 10 else "meta"
+        pickled(place / "cifar" / name / meta, {f"{labels}_names": [*map(str, range(classes))]})
+    for part in ("images", "names"):
+        (place / part).mkdir()
+    for number in range(4096):
+        Image.fromarray(pixels(64, 64, 3)).save(place / "images" / f"{number}.jpg")
+    letters = numpy.array([*"abcdefghijklmnopqrstuvwxyz"])
+    for language in range(18):
+        names = ["".join(random.choice(letters, random.integers(8, 15))) + "\n" for _ in range(1000)]
+        (place / "names" / f"language{language}.txt").write_text("".join(names), encoding="utf-8")
+    with gzip.open(place / "enwik8.gz", "wb", compresslevel=0) as file:
+        file.write(96 * bytes(random.integers(32, 127, 1_000_000, dtype=numpy.uint8)))
+    sizes = {"train": 12800, "test": 64}
+    spheres = {part: random.random((count, 60, 60), dtype=numpy.float32) for part, count in sizes.items()}
+    labelled = {part: {"images": each, "labels": random.integers(0, 10, len(each))} for part, each in spheres.items()}
+    with gzip.open(place / "s2_mnist.gz", "wb", compresslevel=0) as file:
+        pickle.dump(labelled, file)
+    place.rename(folder / DATA)
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("name", "median_s", "minimum_s", "segments", "steps", "peak_memory_bytes", "reserved_memory_bytes"),
+    *("trace", "error"),
+)
+SEGMENTS, _SEGMENT_SECONDS, _SEGMENT_STEPS, _TRACED_STEPS = 3, 0.7, 3, 2
+_WARM = ((6, 1.2), (4, 6.0))  # steps and seconds since the first one: either is enough
+_MOST_SECONDS = {False: 28.0, True: 75.0}  # of a program; compiled
+_LIBRARIES = ("torchvision", "transformers", "timm", "accelerate", "lightning", "torch_geometric", "peft", "pandas")
+
+
+def run_programs(
+    listed: ProgramList, folder: Path, output: Path, minutes: float, resume: bool, report: Say, device: str = "cuda"
+) -> Path:
+    """Write ``output/programs.csv``, ``.json``, traces and a log for each program; return the path of the table.
+
+    A program that fails, or is not timed within its seconds, is a row with an ``error``.
+    """
+    budget = TimeBudget(minutes)
+    make_data(folder)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # a fork cannot use its parent's context
+        origin = pool.submit(_provenance, device).result()
+    sys.path.append(str((folder / PACKAGES).resolve()))
+    for name in _LIBRARIES:
+        with suppress(Exception):  # the programs that need it say so
+            importlib.import_module(name)
+    with Table(output, "programs", COLUMNS, origin, resume) as table:
+        done = {row["name"] for row in table.rows}
+        progress = SuiteProgress(budget, report, len(listed.programs))
+        for program in listed.programs:
+            if program.name not in done and budget.left(_MOST_SECONDS[program.compiled] / 2):
+                table.add(name=program.name, **_measured(program, folder, output.resolve(), device))
+            progress.step(program.name)
+        report(f"programs measured in {budget.elapsed:.0f} s; {table.path}")
+    return table.path
+
+
+def _provenance(device: str) -> dict[str, Any]:
+    return provenance(open_device(device))
+
+
+def _measured(program: Program, folder: Path, output: Path, device: str) -> dict[str, Any]:
+    """Return the row of a program, run in a fork that is killed with all that it started when its time is over."""
+    shutil.rmtree(folder / OUT, ignore_errors=True)
+    log, (reading, writing) = output / f"{program.name}.log", os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            with log.open("w", encoding="utf-8") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            _run_as_main(program, folder, output, device, writing)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    end, ended = time.monotonic() + _MOST_SECONDS[program.compiled], 0
+    while not ended and time.monotonic() < end:
+        time.sleep(0.02)
+        ended, _ = os.waitpid(child, os.WNOHANG)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not ended:
+        os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        row = pipe.read()
+    if row:
+        return dict(json.loads(row))
+    return {"error": _last_line(log.read_text(errors="replace")) if ended else "no steps timed within its seconds"}
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["ended without a word"])[-1][:160]
+
+
+def _run_as_main(program: Program, folder: Path, output: Path, device: str, writing: int) -> None:
+    from torch.optim import optimizer
+
+    watching = _watch(program.name, output, open_device(device), writing)
+    first: list[int] = []
+
+    def stepped(of: Any, *_: Any) -> None:
+        first.append(id(of))
+        if id(of) == first[0]:  # of several optimizers the one that steps first
+            next(watching)
+
+    optimizer.register_optimizer_step_post_hook(stepped)
+    os.chdir(folder / program.name)
+    command = program.command(device)
+    sys.path.insert(0, os.getcwd())
+    sys.argv = command[1:] if program.module else command
+    if program.module:
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command[0], run_name="__main__")
+    print(f"ended after {len(first)} steps of its optimizers")
+
+
+def _watch(name: str, output: Path, device: Any, writing: int) -> Iterator[None]:
+    """Time and trace the steps; resumed after each step of the optimizer. Ends the process."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    begin = time.perf_counter()
+    for step in itertools.count(1):
+        if any(step >= steps and time.perf_counter() - begin > seconds for steps, seconds in _WARM):
+            break
+        yield
+    segments: list[float] = []
+    total = 0
+    for _ in range(SEGMENTS):
+        synchronize(device)
+        begin, steps = time.perf_counter(), 0
+        while steps < _SEGMENT_STEPS or time.perf_counter() - begin < _SEGMENT_SECONDS:
+            yield
+            steps += 1
+        synchronize(device)
+        segments.append((time.perf_counter() - begin) / steps)
+        total += steps
+    row: dict[str, Any] = {"segments": " ".join(f"{each:.5e}" for each in segments), "steps": total}
+    row |= {"median_s": f"{statistics.median(segments):.5e}", "minimum_s": f"{min(segments):.5e}"}
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        row["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
+    os.write(writing, json.dumps(row | {"trace": f"trace-{name}.json.gz"}).encode())
+    for kind, shapes in (("shapes", True), ("trace", False)):
+        path = str(output / f"{kind}-{name}.json.gz")
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=_TRACED_STEPS, repeat=1)
+        with torch.profiler.profile(activities=activities, record_shapes=shapes, schedule=schedule) as profiler:
+            for _ in range(_TRACED_STEPS + 1):
+                yield
+                profiler.step()
+        profiler.export_chrome_trace(path)
+    os._exit(0)
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+HEADER = (
+    *("program", "measured ms", "predicted ms (80 %)", "error", "inside"),
+    *("GiB: measured", "predicted", "ms before measuring", "its error", "inside"),
+)
+
+
+def compare(table: Path, listed: ProgramList, folder: Path, gpu: str) -> Iterator[str]:
+    """Yield a Markdown table of what ``table`` measured against the prediction of each program as it is."""
+    make_data(folder)
+    yield f"| {' | '.join(HEADER)} |"
+    yield "|---" * len(HEADER) + "|"
+    rows = {row["name"]: row for row in csv.DictReader(io.StringIO(read_text(table, "table")))}
+    errors: list[tuple[float, bool]] = []
+    for program in (each for each in listed.programs if each.name in rows):
+        row = rows[program.name]
+        if row["error"]:
+            yield f"| {program.name} | {row['error']} |{' |' * (len(HEADER) - 2)}"
+            continue
+        measured = 1e3 * float(row["median_s"])
+        peak = f"{int(row['peak_memory_bytes']) / 2**30:.2f}" if row["peak_memory_bytes"] else ""
+        cells = [program.name, f"{measured:.2f}", *_judged(predict(program, folder, gpu), measured, errors)]
+        cells[5:5] = [peak]
+        if program.predicted:
+            cells += _judged(program.predicted, measured, [])[:3]
+        yield f"| {' | '.join(cells)} |"
+    if errors:
+        mean = statistics.fmean(error for error, _ in errors)
+        yield f"{len(errors)} programs: {mean:.1%} mean error, {sum(inside for _, inside in errors)} inside"
+
+
+def _judged(said: Mapping[str, Any] | str, measured: float, errors: list[tuple[float, bool]]) -> list[str]:
+    """Return cells of a prediction, or of the line that is in its place; its error is added to ``errors``."""
+    if isinstance(said, str):
+        return [said, "", "", ""]
+    error, inside = said["ms"] / measured - 1, said["low"] <= measured <= said["high"]
+    errors.append((abs(error), inside))
+    times = f"{said['ms']:.2f} ({said['low']:.2f} to {said['high']:.2f})"
+    return [times, f"{error:+.1%}", "yes" if inside else "no", f"{said['gib']:.2f}"]
+
+
+def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
+    """Return the prediction of a program as it is, or the line that there is instead."""
+    shutil.rmtree(folder / OUT, ignore_errors=True)
+    command = [*("-m", "e2e", "predict", "--gpu", gpu, "--json", "--data", "synthetic"), "--", "python"]
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{(folder / PACKAGES).resolve()}"
+    inherited = os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{inherited}"}
+    line = [sys.executable, *command, *program.command("cuda")]
+    done = subprocess.run(line, cwd=folder / program.name, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return _last_line(done.stderr)
+    answer = json.loads(done.stdout)
+    low, high = answer["interval_seconds"]
+    times = {"ms": 1e3 * answer["iteration_seconds"], "low": 1e3 * low, "high": 1e3 * high}
+    return times | {"gib": answer["peak_memory_bytes"] / 2**30}
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_Folder = Annotated[Path, typer.Argument(help="Folder that `fetch` wrote.")]
+_List = Annotated[Path, typer.Option("--list", help="Another list of programs.")]
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@app.command("fetch")
+@guarded()
+def fetch_command(to: Annotated[Path, typer.Option(help="Folder to write.")], listing: _List = LIST) -> None:
+    """Bring the programs, and the packages that they need, from the Python package index."""
+    fetch(read_list(listing), to, _report)
+
+
+@app.command("run")
+@guarded("stopped; what was measured is kept, --resume continues it")
+def run_command(
+    folder: _Folder,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table, the traces and logs.")],
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 5.0,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the code.")] = "cuda",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
+    listing: _List = LIST,
+) -> None:
+    """Time the steps of the programs on the GPU at hand."""
+    run_programs(read_list(listing), folder, output, minutes, resume, _report, device)
+
+
+@app.command("compare")
+@guarded()
+def compare_command(
+    table: Annotated[Path, typer.Argument(help="programs.csv of a run.")],
+    folder: _Folder,
+    gpu: Annotated[str, typer.Option(help="GPU that was measured: a name or a file.")],
+    listing: _List = LIST,
+) -> None:
+    """Predict each measured program as it is, and print both."""
+    for line in compare(table, read_list(listing), folder, gpu):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(app, "lab.bench.measured_programs"))
