@@ -356,7 +356,7 @@ def compare(table: Path, listed: ProgramList, folder: Path, gpu: str) -> Iterato
         cells[5:5] = [peak]
         if program.predicted:
             cells += _judged(program.predicted, measured, [])[:3]
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(cells + [''] * (len(HEADER) - len(cells)))} |"
     if errors:
         mean = statistics.fmean(error for error, _ in errors)
         yield f"{len(errors)} programs: {mean:.1%} mean error, {sum(inside for _, inside in errors)} inside"
