@@ -4,7 +4,7 @@
     python -m lab.bench.measured_programs run FOLDER -o OUT [--minutes 5] [--resume] [--device cpu]
     python -m lab.bench.measured_programs compare OUT/programs.csv FOLDER --gpu h200-sxm
 
-``programs.yaml`` lists them, the most telling first. ``fetch`` needs the Python package index; its folder (30 MB) is
+``programs.yaml`` lists them, the most telling first. ``fetch`` needs the Python package index; its folder (14 MB) is
 carried to the GPU, where ``run`` makes up the data and needs no network. A program runs as ``__main__`` in a fork of a
 process that has imported the libraries, so that only its own work takes device time; a hook of its optimizer times
 steady steps, then traces a few with shapes and a few without (Kineto), and ends the program from inside.
@@ -230,7 +230,7 @@ def _provenance(device: str) -> dict[str, Any]:
 
 def _measured(program: Program, folder: Path, output: Path, device: str) -> dict[str, Any]:
     """Return the row of a program, run in a fork that is killed with all that it started when its time is over."""
-    shutil.rmtree(folder / OUT, ignore_errors=True)
+    _empty(folder / OUT)
     log, (reading, writing) = output / f"{program.name}.log", os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -261,6 +261,11 @@ def _measured(program: Program, folder: Path, output: Path, device: str) -> dict
     if row:
         return dict(json.loads(row))
     return {"error": _last_line(log.read_text(errors="replace")) if ended else "no steps timed within its seconds"}
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 def _last_line(text: str) -> str:
@@ -374,7 +379,7 @@ def _judged(said: Mapping[str, Any] | str, measured: float, errors: list[tuple[f
 
 def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
     """Return the prediction of a program as it is, or the line that there is instead."""
-    shutil.rmtree(folder / OUT, ignore_errors=True)
+    _empty(folder / OUT)
     command = [*("-m", "e2e", "predict", "--gpu", gpu, "--json", "--data", "synthetic"), "--", "python"]
     paths = f"{Path(__file__).parents[2]}{os.pathsep}{(folder / PACKAGES).resolve()}"
     inherited = os.environ.get("PYTHONPATH", "")
