@@ -15,7 +15,8 @@ values, and multiply the outputs by the rest of the projection.
 ``flex_attention`` (:data:`FLEX_FORWARD`) as its compiled GPU kernel: one fused call over the pairs allowed by its mask.
 The mask is evaluated on a grid of queries and keys. If its values are known (:mod:`e2e.capture.known_values`: it
 compares positions, or documents given by the script), the fraction of allowed pairs is known; otherwise all pairs
-count. The record expresses the fraction as a window with the same number of pairs. The work of ``score_mod`` per pair
+count. Blocks of keys that a script lists itself (``BlockMask.from_kv_blocks``) bound the fraction, if their numbers are
+known. The record expresses the fraction as a window with the same number of pairs. The work of ``score_mod`` per pair
 is not priced.
 """
 
@@ -234,10 +235,12 @@ def flex_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace PyTorch's higher-order operator; return output, log-sum-exp and largest score of each row.
 
-    ``block_mask``: its last member is the mask; ``paused`` prevents recording of the mask's operators.
+    ``block_mask``: the members of a ``BlockMask``, the last of which is the mask; ``paused`` prevents recording of the
+    mask's operators.
     """
     with paused():
         share, causal = _seen(block_mask[-1], query.shape[2], key.shape[2])
+        share = min(share, _listed_share(block_mask, query.shape[2], key.shape[2]))
     window = _window(share, causal, query.shape[2], key.shape[2])
     output = FlexibleAttention.apply(query, key, value, causal, window)
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -265,6 +268,22 @@ def _seen(mask: Any, queries: int, keys: int) -> tuple[float, bool]:
     behind = known(column[None, :] > row[:, None])
     assert behind is not None
     return float(values.expand(behind.shape).float().mean()), not bool((values & behind).any())
+
+
+def _listed_share(block_mask: tuple[Any, ...], queries: int, keys: int) -> float:
+    """Return the fraction of pairs in the blocks that ``block_mask`` lists, 1 if their numbers are unknown."""
+    if len(block_mask) < _MEMBERS:
+        return 1.0
+    numbers = [each for each in (block_mask[2], block_mask[4]) if isinstance(each, torch.Tensor)]
+    values = [known(each) for each in numbers]
+    if not values or any(each is None for each in values):
+        return 1.0
+    rows, block = numbers[0].numel(), block_mask[-3] * block_mask[-2]
+    heads = rows / -(-queries // block_mask[-3])
+    return sum(int(each.sum()) for each in values if each is not None) / heads * block / (queries * keys)
+
+
+_MEMBERS = 13  # of a BlockMask at least: lengths; numbers and places of partial, of full blocks; last sizes and mask
 
 
 def _window(share: float, causal: bool, queries: int, keys: int) -> int:

@@ -493,7 +493,8 @@ def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _on_meta(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Replace ``cuda`` as a device by the meta device."""
+    """Replace ``cuda`` as a device by the meta device; memory is not pinned, as there is none."""
+    kwargs.pop("pin_memory", None)
     if name == "cuda":
         return torch.Tensor.to, (args[0], torch.device("meta")), {}
     if "device" in kwargs and _is_cuda(kwargs["device"]):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-# Largest tensor with known values: a mask of 16 sequences of 4,096 tokens. Values of larger ones never decide sizes.
-LIMIT = 1 << 16
+# Largest tensor with known values: a mask of 64 sequences of 4,096 tokens, or of the blocks of one of 65,536. Values of
+# larger ones never decide sizes.
+LIMIT = 1 << 18
 _PLACE = "_known_values"
 _MOST = "_most_true"
 

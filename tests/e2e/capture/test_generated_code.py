@@ -51,12 +51,18 @@ def test_a_module_that_is_compiled_beside_the_one_that_is_returned_is_one(recwar
     assert not [each for each in recwarn if "global hooks" in str(each.message)]  # those of the capture
 
 
-def attention_of(mask: Callable[..., Any] | None) -> list[Attention]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def attention_of(mask: Callable[..., Any] | None, listed: int = 0) -> list[Attention]:
+    """Return the records of attention by ``mask``; ``listed``: blocks of 128 keys that the script lists for a row."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     def make() -> tuple[nn.Module, Callable[[], Any]]:
         query = torch.randn(2, 4, LENGTH, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         blocks = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cuda")
+        if listed:
+            rows = LENGTH // 128
+            number = torch.full((1, 1, rows), listed, dtype=torch.int32, device="cuda", pin_memory=True)
+            places = torch.arange(rows, dtype=torch.int32, device="cuda").expand(1, 1, rows, rows).contiguous()
+            blocks = BlockMask.from_kv_blocks(number, places, number * 0, places, BLOCK_SIZE=128, mask_mod=mask)
         attend = torch.compile(flex_attention)
         return nn.Identity(), lambda: attend(query, query, query, block_mask=blocks).sum().backward()
 
@@ -77,6 +83,14 @@ def test_flexible_attention_computes_the_pairs_that_its_mask_leaves():
     assert {record.pairs for record in causal} == {seen_pairs(LENGTH, LENGTH, True)}
     assert attention_of(packed)[0].pairs == pytest.approx(4 * seen_pairs(128, 128, True), rel=0.05)
     assert attention_of(None)[0].pairs == LENGTH * LENGTH
+
+
+def test_blocks_that_a_script_lists_bound_the_pairs_of_flexible_attention():
+    data = torch.randn(LENGTH, device="meta")
+    unknown = attention_of(lambda b, h, row, column: data[row] >= data[column], listed=1)
+    assert unknown[0].pairs == pytest.approx(LENGTH * 128, rel=0.02)
+    causal = attention_of(lambda b, h, row, column: row >= column, listed=LENGTH // 128)
+    assert causal[0].pairs == seen_pairs(LENGTH, LENGTH, True)
 
 
 def test_a_launch_of_a_triton_kernel_moves_its_tensors_once():
