@@ -268,7 +268,10 @@ def _asking_library() -> str:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
             folder = library_folder(file)
-            return "" if folder is None else Path(file).relative_to(folder).parts[0]
+            if folder is not None:
+                return Path(file).relative_to(folder).parts[0]
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            return package if package in LOOK_BY_IMPORTING else ""  # a checkout, such as Megatron-LM's
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

@@ -92,6 +92,20 @@ def test_a_library_that_only_looks_for_a_package_leaves_no_note(told: list[str],
     assert weight.shape and told[1].startswith("bitsandbytes is not installed")
 
 
+def test_a_checkout_of_megatron_looks_for_packages_as_the_installed_one(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    code = "try:\n    import transformer_engine\n    HAVE_TE = True\nexcept ImportError:\n    HAVE_TE = False\n"
+    for file in ("megatron/core/utils.py", "others.py"):
+        (tmp_path / file).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not import_module("megatron.core.utils").HAVE_TE and not told
+    assert import_module("others").HAVE_TE
+    for name in ("megatron.core.utils", "megatron.core", "megatron", "others"):
+        del sys.modules[name]
+
+
 def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str]):
     from flash_attn import flash_attn_varlen_func
 
