@@ -7,6 +7,7 @@ in for where the program itself imports it, not where a library merely looks whe
 
 from __future__ import annotations
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -355,6 +356,8 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
         if folder is not None:
             package = Path(frames[-1].filename).relative_to(folder).parts[0]
             return f"{place}{error} Install the version of {package} that the program was written for"
+    if isinstance(error, NameError) and frames and (wanted := _imported_if_there(str(error.name), frames[-1].filename)):
+        return f"{place}uses {error.name}, which it has only with {wanted}; choose the program's way without it"
     if not isinstance(error, ImportError) or not error.name:
         return None
     package = error.name.partition(".")[0]
@@ -375,6 +378,22 @@ def missing_package(error: BaseException, frames: traceback.StackSummary) -> str
             f"pip install --no-deps {INSTALLABLE[package]}"
         )
     return f"{place}imports {error.name}, which is not installed here: pip install it, or, if it needs CUDA, {stub}"
+
+
+def _imported_if_there(name: str, file: str) -> str:
+    """Return the package that ``file`` tries to import together with ``name``; empty if it does not try."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for attempt in (node for node in ast.walk(tree) if isinstance(node, ast.Try)):
+        imports = [node for node in ast.walk(attempt) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {alias.asname or alias.name for node in imports for alias in node.names}
+        if name in names:
+            first = imports[0]
+            module = first.module or "" if isinstance(first, ast.ImportFrom) else first.names[0].name
+            return module.partition(".")[0]
+    return ""
 
 
 def _other_version(package: str) -> str:

@@ -102,6 +102,14 @@ def test_a_checkout_of_megatron_looks_for_packages_as_the_installed_one(
     monkeypatch.syspath_prepend(tmp_path)
     assert not import_module("megatron.core.utils").HAVE_TE and not told
     assert import_module("others").HAVE_TE
+    spec = tmp_path / "spec.py"
+    spec.write_text(
+        "try:\n    import absent_cuda\n    from absent_cuda import Spec\nexcept ImportError:\n    pass\nSpec()\n"
+    )
+    with pytest.raises(NameError) as missing:
+        exec(compile(spec.read_text(encoding="utf-8"), str(spec), "exec"), {})
+    line = missing_package(missing.value, traceback.extract_tb(missing.value.__traceback__))
+    assert line is not None and "spec.py:6: uses Spec, which it has only with absent_cuda" in line
     for name in ("megatron.core.utils", "megatron.core", "megatron", "others"):
         del sys.modules[name]
 
