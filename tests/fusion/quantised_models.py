@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from schedules.contract.cpu_target import CpuTarget, host_target
+from tests.onnx_sessions import exact_session
 
 INPUT = (1, 3, 24, 24)
 HOST = host_target(2)
@@ -133,9 +134,7 @@ class QuantisedGraph:
 
 def theirs(path, data):
     """What ONNX Runtime computes."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = exact_session(str(path))
     return session.run(None, {"x": data})[0]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 pytest.importorskip("tvm")
@@ -18,6 +17,7 @@ from fusion.relax.onnx.preparation import prepare
 from fusion.relax.onnx.quantised_model import QuantizationOptions, float_form, load_float_model, with_followers
 from fusion.tuning.quantization import quantize_model
 from tests.fusion.quantised_models import INPUT, float_network
+from tests.onnx_sessions import exact_session
 
 LAYERS = ("stem", "expand", "depthwise", "project", "window", "dense")
 
@@ -53,7 +53,7 @@ def test_what_follows_a_layer_in_float32_is_in_float32(loaded):
 
 
 def by_onnx_runtime(path: Path, x: np.ndarray) -> np.ndarray:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = exact_session(str(path))
     return session.run(None, {"x": x})[0]
 
 

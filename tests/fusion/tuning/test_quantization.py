@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
@@ -23,6 +22,7 @@ from fusion.relax.onnx.quantised_model import (
     quantized_path,
 )
 from fusion.tuning.quantization import quantize_model, render_quantized
+from tests.onnx_sessions import exact_session
 
 SHAPE = (3, 16, 16)
 
@@ -73,7 +73,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def outputs_of(model: Path, x: np.ndarray) -> np.ndarray:
-    return onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    return exact_session(str(model)).run(None, {"x": x})[0]
 
 
 @pytest.mark.parametrize("form", ["qdq", "qoperator"])

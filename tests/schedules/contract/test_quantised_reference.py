@@ -8,6 +8,7 @@ import pytest
 from costmodel.operators.layers import Conv2d, Dense, Epilogue
 from schedules.contract.operator_reference import reference
 from schedules.contract.template import Parameters, QuantisedAddition, Requantisation
+from tests.onnx_sessions import exact_session
 
 onnxruntime = pytest.importorskip("onnxruntime")
 helper = pytest.importorskip("onnx").helper
@@ -27,7 +28,7 @@ def _run(node, arrays, result_shape):
     graph = helper.make_graph([node], "one", inputs, [output], constants)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = exact_session(model.SerializeToString())
     return session.run(None, {data: arrays[data]})[0]
 
 
