@@ -201,9 +201,11 @@ def test_an_operand_with_one_channel_for_all_is_broadcast_over_the_lanes():
 def test_operators_that_could_make_unused_lanes_infinite_read_plain_tensors():
     """Zero divided by zero in a lane beyond the channels, times a zero weight, would be NaN in every result."""
 
+    channels = LANES + LANES // 2
+
     def body(net, x):
-        first = net(op.nn.relu(net.conv(x, 24)))
-        second = net(op.maximum(net.conv(x, 24), relax.const(np.ones((1, 24, 1, 1), np.float32))))
+        first = net(op.nn.relu(net.conv(x, channels)))
+        second = net(op.maximum(net.conv(x, channels), relax.const(np.ones((1, channels, 1, 1), np.float32))))
         return net(op.mean(net.conv(net(op.divide(first, second)), 8), [2, 3], True))
 
     assert len(conversions(check(module((1, 3, 9, 7), body)))) == 3
