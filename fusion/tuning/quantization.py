@@ -138,7 +138,7 @@ def compare_outputs(model: Path, quantised: bytes, data: CalibrationData, calls:
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    # Errors of the model, not of sums of bytes that saturate on CPUs without VNNI (kOrtSessionOptionsAvx2PrecisionMode).
+    # Errors of the model, not of sums that saturate on CPUs without VNNI (kOrtSessionOptionsAvx2PrecisionMode).
     settings.add_session_config_entry("session.x64quantprecision", "1")
     tally = ErrorTally()
     try:
