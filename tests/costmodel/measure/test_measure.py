@@ -284,3 +284,12 @@ def test_the_command_writes_the_table_and_resumes_it(capsys, tmp_path):
     assert rows_of(tmp_path / "kernels.csv") and "operators measured" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 0
     assert (tmp_path / "kernels.csv").read_text().startswith(first)
+
+
+def test_an_operand_that_is_broadcast_is_measured_over_the_whole_other():
+    drawn = [case.operator for case in itertools.islice(kernel_cases(1 << 22), 400) if case.family == "elementwise"]
+    cases = [each for each in drawn if each.broadcast_elements]
+    assert cases and len(cases) < len(drawn)
+    for each in cases:
+        assert each.one_by_one and each.elements % each.broadcast_elements == 0
+        assert make_call(each, CPU)().numel() == each.elements
