@@ -21,12 +21,12 @@ _HOST = "host"
 
 
 def step_deviations(step: SimulatedStep) -> Deviations:
-    """Return the deviations of all that the time of ``step`` depends on: kernels and collectives on its critical path,
-    and its host, whose times may be ``step.host_factor`` times shorter or longer.
+    """Return by how many seconds ``step`` may be faster or slower because of its kernels and collectives on the
+    critical path, and of its host, whose times may be divided or multiplied by ``step.host_factor`` (1: known).
 
-    The step is simulated with both ends of the host's times, since a faster host gains no more than the device lets
-    it, and a slower one may become the bottleneck. A host that cannot, and that of a graph of more than
-    :data:`MOST_TASKS` tasks, counts as far as it is on the path.
+    The step is simulated again with the fastest and the slowest host: with a fast one the device limits the step, and
+    a slow one may become the bottleneck. If even the slowest cannot, or the graph has more than :data:`MOST_TASKS`
+    tasks, the host's time on the critical path is scaled instead.
     """
     deviations = path_deviations(step.graph, step.path)
     factor = step.host_factor
