@@ -1,7 +1,8 @@
 """Command of the user, as it would be started on the machine with the GPUs: program, arguments and launcher.
 
 Read are ``python FILE`` and ``python -m MODULE``, ``torchrun`` (``python -m torch.distributed.run``), ``accelerate
-launch``, ``deepspeed``, ``fabric run`` and ``tune run``, behind any number of ``NAME=value`` words of the environment.
+launch``, ``deepspeed``, ``fabric run`` and ``tune run``, behind any number of ``NAME=value`` words of the environment,
+behind ``srun`` and ``mpirun``, which start the ranks too, and behind what changes nothing here (``uv run``, ``nohup``).
 Launchers are read by their own parsers, where they are installed, so that their options mean what they mean there.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,37 @@ from typing import Any
 from costmodel.base.errors import InputError
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
+_SHELLS = ("bash", "sh", "zsh", "dash")
+# Commands that start another one and change nothing of its prediction.
+_WRAPPERS = (
+    *("uv", "poetry", "conda", "mamba", "micromamba", "pixi", "pipenv", "hatch", "rye", "pdm"),
+    *("nohup", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "timeout", "exec", "sudo", "xvfb-run"),
+    *("nsys", "ncu", "py-spy", "strace", "gdb"),
+)
+# Those that start the ranks: their options for ranks, nodes and ranks per node.
+_JOB_LAUNCHERS = {
+    "srun": (("-n", "--ntasks"), ("-N", "--nodes"), ("--ntasks-per-node",)),
+    **dict.fromkeys(("mpirun", "mpiexec"), (("-n", "-np", "--np"), (), ("-N", "-npernode", "--npernode", "-ppn"))),
+}
+_OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+}
+_RANK_VARIABLES = {
+    "srun": {
+        "SLURM_PROCID": "RANK",
+        "SLURM_NTASKS": "WORLD_SIZE",
+        "SLURM_LOCALID": "LOCAL_RANK",
+        "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
+        "SLURM_NODEID": "GROUP_RANK",
+    },
+    **dict.fromkeys(("mpirun", "mpiexec"), _OPEN_MPI),
+}
+# Words of a line of a shell script among which its program stands, and how many such lines an error shows.
+_BEFORE_PROGRAM = 6
+_SHOWN_COMMANDS = 3
 # Options of the interpreter that take a value in the next word.
 _VALUED = ("-X", "-W", "--check-hash-based-pycs")
 
@@ -48,6 +81,10 @@ class Launch:
         """GPUs of the whole job, or None if no launcher says so."""
         return None if self.processes is None else self.processes * (self.nodes or 1)
 
+    def rank_environment(self, torchrun: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables by which ``srun`` and ``mpirun`` tell a rank its place, from those of ``torchrun``."""
+        return {name: torchrun[same] for name, same in _RANK_VARIABLES.get(self.launcher, {}).items()}
+
     @property
     def title(self) -> str:
         """Name of the program for messages."""
@@ -57,7 +94,8 @@ class Launch:
 def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
     """Parse a command; ``folder`` is where it would be started (default: the current one).
 
-    Raise ``InputError`` for an empty command, an unknown launcher and a program that does not exist.
+    Raise ``InputError`` for an empty command, an unknown launcher, a shell script (naming the commands in it) and a
+    program that does not exist.
     """
     environment: dict[str, str] = {}
     rest = list(words)
@@ -68,7 +106,9 @@ def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
         environment[name] = value
     if not rest:
         raise InputError("no command: write it after --, such as -- python train.py --batch-size 64")
-    launch = _parsed(rest)
+    launch = _parsed(rest, folder or Path.cwd())
+    if launch.launcher and launch.processes is None:
+        launch = replace(launch, processes=_listed(environment.get("CUDA_VISIBLE_DEVICES", "")))
     if not launch.module:
         place = (folder or Path.cwd()) / launch.program
         if not place.is_file():
@@ -76,7 +116,7 @@ def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
     return replace(launch, environment={**environment, **launch.environment})
 
 
-def _parsed(words: list[str]) -> Launch:
+def _parsed(words: list[str], folder: Path) -> Launch:
     name, rest = os.path.basename(words[0]), words[1:]
     if _PYTHON.match(name):
         return _of_python(rest)
@@ -84,12 +124,73 @@ def _parsed(words: list[str]) -> Launch:
         return _LAUNCHERS[name](rest)
     if name.endswith(".py"):
         return Launch(words[0], tuple(rest))
+    if name in _SHELLS or name.endswith(".sh"):
+        return _of_shell(words, folder)
+    if name in _WRAPPERS or name in _JOB_LAUNCHERS:
+        return _wrapped(words, folder)
     script = _console_script(words[0])
     if script is not None:
         return Launch(script, tuple(rest))
     raise InputError(
         f"{words[0]}: not a known launcher; start the command with python, {', '.join(_LAUNCHERS)} or a .py file"
     )
+
+
+def _starts_program(word: str) -> bool:
+    name = os.path.basename(word)
+    return bool(_PYTHON.match(name)) or name in (*_LAUNCHERS, *_SHELLS) or name.endswith((".py", ".sh"))
+
+
+def _wrapped(words: list[str], folder: Path) -> Launch:
+    """Parse a command behind one that starts it; the ranks of ``srun`` and ``mpirun`` are its processes."""
+    name = os.path.basename(words[0])
+    place = next((place for place in range(1, len(words)) if _starts_program(words[place])), None)
+    if place is None:
+        raise InputError(f"{shlex.join(words)}: names no program; give the command that it starts")
+    launch = _parsed(words[place:], folder)
+    if name not in _JOB_LAUNCHERS:
+        return launch
+    ranks, nodes, per_node = (_last_number(words[1:place], names) for names in _JOB_LAUNCHERS[name])
+    if launch.launcher:  # it starts the ranks, once on every node
+        return replace(launch, nodes=max(launch.nodes or 1, nodes or 1))
+    nodes = nodes or (-(-ranks // per_node) if ranks and per_node else None)
+    per_node = per_node or (-(-ranks // (nodes or 1)) if ranks else None)
+    return replace(launch, processes=per_node, nodes=nodes, launcher=name)
+
+
+def _last_number(words: Sequence[str], names: Sequence[str]) -> int | None:
+    """Return the number that the last of the options ``names`` has, as ``-n 8``, ``-n8`` or ``--ntasks=8``."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        for name in names:
+            value = following if word == name else word.removeprefix(name).removeprefix("=")
+            if word.startswith(name) and value.isdigit():
+                found = int(value)
+    return found
+
+
+def _of_shell(words: list[str], folder: Path) -> Launch:
+    """Parse the one command of ``sh -c``; of a script and of several commands, raise ``InputError`` that shows them."""
+    options = [word for word in words[1:] if word.startswith("-")]
+    plain = [word for word in words if not word.startswith("-")]
+    given = any(option.endswith("c") for option in options) and len(plain) > 1
+    name = plain[0] if plain[0].endswith(".sh") or len(plain) == 1 else plain[1]
+    if not given and not (folder / name).is_file():
+        raise InputError(f"{shlex.join(words)}: no such shell script; give the command as it is started")
+    text = plain[1] if given else (folder / name).read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+    commands = [each.strip() for line in lines if not line.startswith("#") for each in re.split(r"&&|;", line)]
+    found = [each for each in commands if any(map(_starts_program, each.split()[:_BEFORE_PROGRAM]))]
+    if given and len(found) == 1 and not set("$`|<>") & set(found[0]) and len(commands) == 1:
+        return _parsed(shlex.split(found[0]), folder)
+    what = "several commands of a shell" if given else f"{name} is a shell script"
+    shown = "  or  ".join(found[-_SHOWN_COMMANDS:]) or "none was found"
+    raise InputError(f"{what}: give the command in it that trains, with its variables filled in: {shown}")
+
+
+def _listed(devices: str) -> int | None:
+    """Return how many GPUs ``CUDA_VISIBLE_DEVICES`` lists, or None if it says nothing."""
+    return len([each for each in devices.split(",") if each.strip()]) or None
 
 
 def _console_script(name: str) -> str | None:
@@ -187,8 +288,11 @@ def _of_deepspeed(words: list[str]) -> Launch:
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     read = _read("deepspeed", parser, words)
-    count, arguments = read.num_gpus, tuple(read.training_script_args)
-    return Launch(read.training_script, arguments, read.module, count, read.num_nodes, launcher="deepspeed")
+    count, nodes, arguments = read.num_gpus, read.num_nodes, tuple(read.training_script_args)
+    if read.include:  # as worker-0:0,1@worker-1:0,1
+        places = read.include.split("@")
+        count, nodes = count or _listed(places[0].partition(":")[2]), nodes or len(places)
+    return Launch(read.training_script, arguments, read.module, count, nodes, launcher="deepspeed")
 
 
 def _of_fabric(words: list[str]) -> Launch:

@@ -405,6 +405,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(recording(recorder, job.options, steady=False))
         launched = place.world_size > 1 or launch.processes is not None
         stack.enter_context(fake_world(place, recorder, job.mailbox, launched=launched))
+        stack.enter_context(patch.dict(os.environ, launch.rank_environment(place.environment())))
         stack.enter_context(not_yet_started())
         stack.enter_context(spawned_ranks(place))
         stack.enter_context(patched_libraries(recorder))

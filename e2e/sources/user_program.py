@@ -52,6 +52,8 @@ def prepare(request: Program) -> PreparedStep:
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
     apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]
     alone = (ALONE,) if gpus > 1 and not launch.launcher else ()
+    if launch.launcher and launch.gpus is None and not request.gpus:
+        alone = (f"{launch.launcher} does not say on how many GPUs: {gpus} taken; give --gpus",)
     return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from e2e.capture.launcher import parse_command
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("print('hello')\n", encoding="utf-8")
+    script = "#!/bin/bash\n# python old.py\nset -e\ncd here && torchrun --nproc_per_node=$1 train.py \\\n  --lr 1\n"
+    (tmp_path / "train.sh").write_text(script, encoding="utf-8")
     return tmp_path
 
 
@@ -29,21 +32,44 @@ def folder(tmp_path: Path) -> Path:
         ("python -m torch.distributed.run --nnodes 1:4 --nproc-per-node 2 train.py", "train.py", "", 2, 4),
         ("deepspeed --num_gpus 4 --num_nodes 2 train.py --deepspeed", "train.py", "--deepspeed", 4, 2),
         ("fabric run --devices 2 train.py --lr 1", "train.py", "--lr 1", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc-per-node gpu train.py", "train.py", "", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=2,3 python train.py", "train.py", "", None, None),
+        ("deepspeed --include localhost:0,1,2 train.py", "train.py", "", 3, 1),
+        ("deepspeed --include a:0,1@b:0,1 train.py", "train.py", "", 2, 2),
+        ("uv run --with einops train.py --lr 1", "train.py", "--lr 1", None, None),
+        ("conda run -n env nohup torchrun --nproc-per-node 4 train.py", "train.py", "", 4, 1),
+        ("srun -N2 --ntasks-per-node=4 python train.py", "train.py", "", 4, 2),
+        ("srun --ntasks 16 --nodes 2 --gpus-per-node 8 python -u train.py", "train.py", "", 8, 2),
+        ("srun python train.py", "train.py", "", None, None),
+        ("srun --nodes 2 torchrun --nproc-per-node 8 train.py", "train.py", "", 8, 2),
+        ("mpirun -np 8 -x PATH --bind-to none python train.py", "train.py", "", 8, None),
+        ("bash -c 'torchrun --nproc-per-node 4 train.py --lr 1'", "train.py", "--lr 1", 4, 1),
     ],
 )
 def test_what_a_launcher_starts(
     folder: Path, command: str, program: str, arguments: str, processes: int | None, nodes: int | None
 ) -> None:
-    launch = parse_command(command.split(), folder)
+    launch = parse_command(shlex.split(command), folder)
     assert (launch.program, " ".join(launch.arguments)) == (program, arguments)
     assert (launch.processes, launch.nodes) == (processes, nodes)
-    assert launch.gpus == (None if processes is None or nodes is None else processes * nodes)
+    assert launch.gpus == (None if processes is None else processes * (nodes or 1))
     assert launch.module == program.startswith("package")
 
 
 def test_the_environment_before_the_program_is_its_own(folder: Path) -> None:
     launch = parse_command(["env", "A=1", "B=x=y", "python", "train.py"], folder)
     assert launch.environment == {"A": "1", "B": "x=y"}
+
+
+def test_ranks_of_slurm_and_of_open_mpi_are_told_by_their_own_variables(folder: Path) -> None:
+    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    slurm = parse_command(["srun", "--ntasks", "8", "python", "train.py"], folder).rank_environment(place)
+    assert (slurm["SLURM_PROCID"], slurm["SLURM_NTASKS"], slurm["SLURM_LOCALID"], slurm["SLURM_NODEID"]) == tuple(
+        "5811"
+    )
+    mpi = parse_command(["mpirun", "-n", "8", "python", "train.py"], folder).rank_environment(place)
+    assert (mpi["OMPI_COMM_WORLD_RANK"], mpi["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("5", "1")
+    assert not parse_command(["python", "train.py"], folder).rank_environment(place)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +81,11 @@ def test_the_environment_before_the_program_is_its_own(folder: Path) -> None:
         ("python -c pass", "write the program to a file"),
         ("python -m", "name a module"),
         ("python missing.py", "missing.py: no such program"),
-        ("bash train.sh", "bash: not a known launcher"),
+        ("bash other.sh", "no such shell script"),
+        ("julia train.jl", "julia: not a known launcher"),
+        ("nohup julia train.jl", "names no program"),
+        ("bash train.sh 8", r"train.sh is a shell script.*: torchrun --nproc_per_node=\$1 train.py --lr 1$"),
+        ("./train.sh", r"train.sh is a shell script"),
         ("torchrun --nproc-per-node 4", "torchrun: "),
         ("torchrun --nproc-per-node xpu train.py", "expected a number of GPUs"),
         ("fabric run --devices auto train.py", "expected a number of GPUs"),
