@@ -25,7 +25,7 @@ gradient of the weights of a grouped convolution has tensor-core kernels for gro
 Groups wider than those of the networks on which factors are fitted (StyleGAN's: one for each picture, 512 channels)
 have the classes of plain convolutions. Before Ampere no tensor-core kernel computes the gradient of their weights: it
 takes at least its flops at the FP32 rate. In FP32 the gradient of grouped weights takes at least what the direct kernel
-takes, on every chip (ResNeXt-101 and SE-ResNeXt-101 in FP32 on V100, published by NVIDIA, are predicted 2 and 6 % too
+takes, on every chip (ResNeXt-101 and SE-ResNeXt-101 in FP32 on V100, published by NVIDIA, are predicted 1 and 5 % too
 quick with it, 9 and 13 % without).
 
 **Depthwise** convolutions use no tensor core:
