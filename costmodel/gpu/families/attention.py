@@ -41,7 +41,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
+from costmodel.gpu.families.rates import BEFORE_AMPERE, dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import ENGINES, Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
@@ -49,7 +49,6 @@ from costmodel.operators.layers import element_bytes
 
 Release = tuple[int, int, int]
 LATEST: Release = (2, 13, 0)
-_BEFORE_AMPERE = ("pascal", "volta", "turing")
 _CUDNN_FIRST = ("hopper", "blackwell")
 _CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2, 0), (2, 5, 0)
 _HALVES = ("float16", "bfloat16")
@@ -80,7 +79,7 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
         )
     if kernel == EIGHT_BITS and operator.direction == "backward":
         raise UnsupportedOperatorError("FlashAttention 3 has no gradients in 8 bits; name `flash3`")
-    if kernel in ("flash1", "flash2", "cudnn", "mla", *ENGINES) and architecture in _BEFORE_AMPERE:
+    if kernel in ("flash1", "flash2", "cudnn", "mla", *ENGINES) and architecture in BEFORE_AMPERE:
         other = "eager" if kernel == "mla" else "efficient"
         raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `{other}`")
     return kernel
@@ -108,7 +107,7 @@ def generation_of(machine: Machine) -> str:
 def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
     """Kernel that ``scaled_dot_product_attention`` of PyTorch ``release`` selects for the shapes of ``operator``."""
     architecture = machine.chip().architecture
-    half, modern = operator.dtype in _HALVES, architecture not in _BEFORE_AMPERE
+    half, modern = operator.dtype in _HALVES, architecture not in BEFORE_AMPERE
     even = len(set(operator.widths)) == 1
     grouped = operator.kv_heads != operator.heads
     plain = not operator.sinks and not operator.window and not (grouped and release < _GROUPED)

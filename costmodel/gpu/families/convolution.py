@@ -22,6 +22,12 @@ gradient of the weights of a grouped convolution has tensor-core kernels for gro
 
     seconds = factor * (bytes / DRAM bandwidth + flops of the padded width / (0.05 * FP32 rate)) + launch
 
+Groups wider than those of the networks on which factors are fitted (StyleGAN's: one for each picture, 512 channels)
+have the classes of plain convolutions. Before Ampere no tensor-core kernel computes the gradient of their weights: it
+takes at least its flops at the FP32 rate. In FP32 the gradient of grouped weights takes at least what the direct kernel
+takes, on every chip (ResNeXt-101 and SE-ResNeXt-101 in FP32 on V100, published by NVIDIA, are predicted 1 and 5 % too
+quick with it, 9 and 13 % without).
+
 **Depthwise** convolutions use no tensor core:
 
     seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
@@ -70,6 +76,7 @@ from costmodel.gpu.families.gemm import (
     wave_seconds,
 )
 from costmodel.gpu.families.rates import (
+    BEFORE_AMPERE,
     dram_bandwidth,
     kernel_floor,
     latency,
@@ -100,7 +107,7 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         convs = [each if isinstance(each, Conv2d) else each.forward for each in operators]
         weight = np.array([isinstance(each, ConvolutionBackward) and each.wrt == "weight" for each in operators])
         products = _products(operators, machine)
-        implicit = _implicit(products, weight, operators, machine)
+        implicit = _slowed(_implicit(products, weight, operators, machine), operators, machine)
         winograd = _winograd(operators, convs, machine)
         eligible = np.array([_winograd_applies(each, machine) for each in operators])
         faster = eligible & (winograd[0] < implicit[0])
@@ -168,6 +175,21 @@ def _implicit(
     terms = {**terms, "memory:DRAM": dram}
     seconds = (compute**3 + dram**3 + terms["memory:L2"] ** 3) ** (1 / 3) + kernel_floor(machine)
     return seconds, terms, features
+
+
+def _slowed(implicit: Triple, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> Triple:
+    """``implicit``, where gradients of grouped weights in FP32 take at least what the direct kernel takes."""
+    seconds, terms, features = implicit
+    grouped = [_direction(each) == "weight" and _forward(each).groups > 1 for each in operators]
+    direct = np.array(
+        [
+            _direct_seconds(_forward(each), machine) if apart and each.dtype == "float32" else 0.0
+            for each, apart in zip(operators, grouped, strict=True)
+        ]
+    )
+    slower = direct + kernel_floor(machine) > seconds
+    terms = {**terms, "compute": np.where(slower, direct, terms["compute"])}
+    return np.where(slower, direct + kernel_floor(machine), seconds), terms, features
 
 
 def _winograd_applies(operator: Conv2d | ConvolutionBackward, machine: Machine) -> bool:
@@ -271,6 +293,9 @@ _DEPTHWISE_SHARE = 0.2
 # Classes of depthwise windows and of channels per group; the last includes all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
 TURNING, CHANNELWISE = "turning", "channelwise"
+# Widest groups of the networks on which factors are fitted (ResNeSt). Wider ones, such as StyleGAN's of a picture each,
+# fill tiles of their own: plain convolutions side by side.
+_WIDEST_FITTED = 256
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 # The slow gradients of grouped weights follow from steps of the families on which factors are fitted (ResNeXt 32x4d and
 # 64x4d against 32x16d, ResNeSt, NFNet, NF-RegNet): groups of these widths, in multiples of these numbers of channels
@@ -335,7 +360,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
     compute, l2, waiting, dense = _products_seconds(operators, machine, dram)
     vector = np.array([conv.flops for conv in convs], dtype=float) / (_DEPTHWISE_SHARE * vector_rate(machine))
     direct = np.array([_is_direct(each) for each in operators], dtype=bool)
-    fused = np.array([_direct_flops(conv) for conv in convs]) / (_DIRECT_SHARE * vector_rate(machine))
+    fused = np.array([_direct_seconds(conv, machine) for conv in convs])
     vector, outside = np.where(direct, fused, vector), depthwise | direct
     own = np.array([_is_own_gradient(each) for each in operators], dtype=bool)
     loads = np.array(
@@ -360,7 +385,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
 def convolution_class(operator: AnyConvolution) -> str:
     """Class name: kind, direction and layout."""
     conv = _forward(operator)
-    kind = _kind(conv).replace("grouped", "direct") if _is_direct(operator) else _kind(conv)
+    kind = f"direct-{_next(conv.plane_channels // conv.groups, _WIDTHS)}" if _is_direct(operator) else _kind(conv)
     kind = CHANNELWISE if _is_own_gradient(operator) else kind
     return f"{kind} {_direction(operator)} {layout_name(conv.channels_last)}"
 
@@ -384,8 +409,9 @@ def _kind(conv: Conv2d) -> str:
     window = max(*conv.kernel, _depth(conv))
     if conv.is_depthwise:
         return f"depthwise-{_next(window, _WINDOWS)}" + ("-strided" if conv.stride[0] > 1 else "")
-    if conv.groups > 1:
-        return f"grouped-{_next(conv.plane_channels // conv.groups, _WIDTHS)}"
+    width = conv.plane_channels // conv.groups
+    if conv.groups > 1 and width <= _WIDEST_FITTED:
+        return f"grouped-{_next(width, _WIDTHS)}"
     if conv.plane_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
@@ -405,6 +431,13 @@ def _is_direct(operator: AnyConvolution) -> bool:
     width = conv.plane_channels // conv.groups
     alike = width == conv.out_channels // conv.groups and width in _GROUPED_WIDTHS
     return not (alike and conv.plane_channels % _GROUPED_STEPS[not conv.channels_last] == 0)
+
+
+def _direct_seconds(conv: Conv2d, machine: Machine) -> float:
+    """Seconds of arithmetic of the direct kernel; before Ampere no faster for wide groups than FP32 is."""
+    seconds = _direct_flops(conv) / (_DIRECT_SHARE * vector_rate(machine))
+    outside = machine.chip().architecture in BEFORE_AMPERE or conv.dtype == "float32"
+    return max(seconds, conv.flops / vector_rate(machine)) if outside else seconds
 
 
 def _direct_flops(conv: Conv2d) -> float:

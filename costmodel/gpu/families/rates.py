@@ -12,6 +12,7 @@ import numpy as np
 from costmodel.machines.machine_records import Machine
 from costmodel.machines.power_law import unthrottled_share
 
+BEFORE_AMPERE = ("pascal", "volta", "turing")
 # A dtype without its own units is computed with those of the next one: TF32 off or absent means FP32; BF16 before
 # Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
 _FULL_DOUBLE = 0.3  # FP64 over FP32 of chips with full units is 1/2; others have 1/32 and less

@@ -25,7 +25,7 @@ for _schema in (
     "norm(Tensor data, Tensor? residual, Tensor[] parameters, str kind) -> (Tensor, Tensor, Tensor)",
     "norm_backward(Tensor gradient, Tensor? of_sum, Tensor data, Tensor[] parameters, str kind) -> (Tensor, Tensor[])",
     "one_pass(str name, Tensor[] read, Tensor[] like) -> Tensor[]",
-    "filtered(str name, Tensor[] read, Tensor like, int[] shape, int products) -> Tensor",
+    "filtered(str name, Tensor[] read, Tensor like, int[] shape, int instructions) -> Tensor",
     "update_(str name, Tensor gradient, Tensor(a!)[] written) -> ()",
 ):
     _LIBRARY.define(_schema)
@@ -53,7 +53,7 @@ _LIBRARY.impl(
     "Meta",
 )
 _LIBRARY.impl("one_pass", lambda name, read, like: [torch.empty_like(each) for each in like], "Meta")
-_LIBRARY.impl("filtered", lambda name, read, like, shape, products: like.new_empty(shape), "Meta")
+_LIBRARY.impl("filtered", lambda name, read, like, shape, instructions: like.new_empty(shape), "Meta")
 _LIBRARY.impl("update_", lambda *_: None, "Meta")
 OPERATORS = torch.ops.package
 

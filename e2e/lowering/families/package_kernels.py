@@ -101,18 +101,13 @@ def _one_pass(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _filtered(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower a kernel that reads and writes its tensors once and multiplies; each product is one instruction, and half
-    a read of shared memory or a step of a loop beside it.
-    """
+    """Lower a kernel that reads and writes its tensors once and issues a given number of instructions."""
     read, written = list(tensors(call.inputs[1:2])), gpu_outputs(call)
     work = _moved(f"package::{call.inputs[0]}", written[0], read, written)
     (record,) = work.operators
-    (products,) = (value for value in call.inputs[-1:] if isinstance(value, int))
-    instructions = round(_PER_PRODUCT * products / max(numel(written[0]), 1))
+    (count,) = (value for value in call.inputs[-1:] if isinstance(value, int))
+    instructions = round(count / max(numel(written[0]), 1))
     return [replace(work, operators=(replace(cast(Elementwise, record), instructions=instructions),))]
-
-
-_PER_PRODUCT = 1.5
 
 
 def _moved(name: str, main: Tensor, read: list[Tensor], written: list[Tensor], kind: str = "fused") -> DeviceWork:

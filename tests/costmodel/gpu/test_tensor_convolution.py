@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.convolution import TensorConvolution, convolution_class, convolution_pieces
+from costmodel.gpu.families.convolution import Convolution, TensorConvolution, convolution_class, convolution_pieces
 from costmodel.gpu.families.family import InvertedShares, inverted_shares
 from costmodel.gpu.families.memory_bound import WARM_SHARE
 from costmodel.gpu.families.normalization import ImageKernels, image_class
@@ -61,6 +61,8 @@ def test_classes_are_named_by_kind_direction_and_layout():
             replace(CONV, in_channels=3),
             replace(DEPTHWISE, stride=(2, 2)),
             ConvolutionBackward(grouped, "data"),
+            replace(CONV, in_channels=1024, out_channels=1024, groups=2),
+            ConvolutionBackward(replace(CONV, in_channels=1024, out_channels=1024, groups=2), "weight"),
         )
     ]
     assert names == [
@@ -69,7 +71,38 @@ def test_classes_are_named_by_kind_direction_and_layout():
         "stem forward nchw",
         "depthwise-5-strided forward nchw",
         "grouped-16 data nchw",
+        "spatial forward nchw",
+        "direct-64 weight nchw",
     ]
+
+
+def test_gradients_of_wide_grouped_weights_do_not_beat_fp32_before_ampere():
+    wide = Conv2d(1, 2048, 84, 84, 2048, (3, 3), padding=(1, 1, 1, 1), groups=4, dtype="float16")
+    volta = load_machine("v100-sxm2-16gb")
+    on_a100, on_v100 = (
+        convolution_pieces([ConvolutionBackward(wide, "weight")], machine).terms["compute"][0]
+        for machine in (A100, volta)
+    )
+    # Eight channels of a group count in NCHW, at a twentieth of the rate.
+    assert on_a100 == pytest.approx(wide.flops * 8 / 512 / (0.05 * vector_rate(A100)))
+    assert on_v100 == pytest.approx(wide.flops / vector_rate(volta))
+    assert on_a100 < wide.flops / vector_rate(A100)
+
+
+def test_gradients_of_grouped_weights_in_fp32_take_as_long_for_any_narrow_width():
+    volta = load_machine("v100-sxm2-16gb")
+
+    def weight_seconds(groups: int) -> float:
+        conv = Conv2d(64, 1024, 28, 28, 1024, (3, 3), padding=(1, 1, 1, 1), groups=groups)
+        return float(Convolution().analyse([ConvolutionBackward(conv, "weight")], volta).seconds[0])
+
+    pixels = 64 * 28 * 28 * 1024
+    expected = 2 * 9 * 8 * pixels / (0.05 * vector_rate(volta)) + kernel_floor(volta)
+    assert [weight_seconds(groups) for groups in (256, 32)] == pytest.approx([expected] * 2)
+    plain = Conv2d(64, 1024, 28, 28, 1024, (3, 3), padding=(1, 1, 1, 1), groups=256)
+    assert float(Convolution().analyse([plain], volta).seconds[0]) < expected / 2
+    # Two groups of 512 are limited by their products.
+    assert weight_seconds(2) > 2 * 9 * 512 * pixels / vector_rate(volta)
 
 
 def test_channels_are_padded_to_sixteen_bytes():

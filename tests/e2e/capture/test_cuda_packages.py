@@ -374,7 +374,7 @@ def test_regions_are_pooled_by_operators_of_torchvision():
     assert names == {f"torchvision::{name}" for name in pooling}
 
 
-def test_extensions_of_stylegan_resample_and_count_their_multiplications(told: list[str]):
+def test_extensions_of_stylegan_resample_and_count_their_instructions(told: list[str]):
     from torch.utils.cpp_extension import load
 
     filtered, resampled = (load(f"{name}_plugin", [f"{name}.cu"]) for name in ("filtered_lrelu", "upfirdn2d"))
@@ -397,9 +397,12 @@ def test_extensions_of_stylegan_resample_and_count_their_multiplications(told: l
         return nn.Identity(), step
 
     (first, second) = records(lowered(make), Elementwise)
-    assert (first.elements, first.instructions) == (2 * 8 * 18 * 18, 24)  # 4 x 4 products of 1.5 instructions
-    products = (36 * 61 + 61 * 61) * 6 + (61 * 25 + 25 * 25) * 12 + 4 * 61 * 61
-    assert second.instructions == round(1.5 * products / 25**2)
+    # 4 x 4 products of three instructions, 12 for the place; of four pixels loaded for each, 14.
+    assert (first.elements, first.instructions) == (2 * 8 * 18 * 18, 48 + 12 + 4 * 14)
+    # One tile of 32 x 46 for the 25 x 25: 76 x 102 values between the filters, 56.5 x 43.5 before them.
+    loaded, between = 14 * 56.5 * 43.5, (10 + 31 / 2) * 76 * 102
+    tile = loaded + between + 56.5 * 76 * 31 / 2 + 16 * 102 * (24 + 3.5 + 12) + 32 * 46 * (24 + 12)
+    assert second.instructions == round(tile / 25**2)
     model = gpu_cost_model(packaged_machine("a100-sxm-80gb"))
     plain, filtering = (each.seconds for each in model.estimate([replace(second, instructions=0), second]))
     assert filtering > plain
