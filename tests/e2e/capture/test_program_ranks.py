@@ -126,6 +126,23 @@ if __name__ == "__main__":
     assert names(found.traces[0])["c10d::allreduce_"] == 1
 
 
+def test_a_daemon_that_loads_data_is_no_rank(tmp_path):
+    """Batchgenerators gives its processes their number, as others do their ranks."""
+    program = f"""{HEAD}
+import multiprocessing
+def load(number, batches):
+    while True:
+        batches.put(number)
+
+batches = multiprocessing.Queue(1)
+multiprocessing.Process(target=load, args=(0, batches), daemon=True).start()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+after = batches.get
+{LOOP}"""
+    assert names(captured(tmp_path, program, "python train.py", 1).traces[0])["aten::addmm"] == 1
+
+
 def test_an_error_that_a_rank_hands_to_its_parent(tmp_path, capfd):
     """As pycls and fairseq do: the parent ends all ranks, whose print is not the usual one, and raises it again."""
     program = f"""{HEAD}
