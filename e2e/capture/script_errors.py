@@ -206,14 +206,17 @@ def reporting(reference: str) -> Iterator[None]:
         file = reference.rpartition(":")[0]
         frames = traceback.extract_tb(error.__traceback__)
         first = next((place for place, frame in enumerate(frames) if Path(frame.filename).name == Path(file).name), 0)
-        print("Traceback (most recent call last):", file=sys.stderr)
+        lines = ["Traceback (most recent call last):\n"]  # not by print, which programs replace on other ranks
         own = [frame for frame in frames[first:] if _OURS not in Path(frame.filename).parents]
         while len(own) > 1 and _PYTORCH in Path(own[-1].filename).parents:
             own.pop()  # the frame in PyTorch that rejected its arguments
-        print("".join(traceback.format_list(own)), end="", file=sys.stderr)
+        lines += traceback.format_list(own)
         said = "".join(traceback.format_exception_only(error))
-        print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
+        lines += [f"{line}\n" for line in said.splitlines() if not _DISPATCHER.search(line)]
+        sys.stderr.writelines(lines)
         said = str(error) or (frames[-1].line or "" if frames else "")  # such as the condition of an assertion
+        if "Traceback (most recent call last)" in said:  # passed on from another process
+            said = said.strip().rpartition("\n")[2]
         summary = " ".join(said.split())[:200] + _hint(frames)
         advice = "mend it there: it runs without a GPU and without data" if file else _ADVICE
         place = reference if file else _place(reference, error)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, chdir, contextmanager
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -42,6 +43,7 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
             if dist.is_initialized() or not _is_rank(process, number):
                 begin(process)
                 return
+            process._popen = SimpleNamespace(pid=_NO_PROCESS + number, poll=lambda: 0)
             started.append(process)
             if number == local:
                 process.run()
@@ -55,6 +57,7 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
             stack.enter_context(patch.object(BaseProcess, name, ask))
 
         stack.enter_context(patch.object(BaseProcess, "start", start))
+        stack.enter_context(patch.object(os, "kill", _kill_of(os.kill)))
         unless_rank("join", None)
         unless_rank("is_alive", False)
         unless_rank("terminate", None)
@@ -107,6 +110,8 @@ def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterato
 
 # What a process that has ended has besides.
 _ENDED = {"_child_created": False, "_communication_started": False, "_waitpid_lock": Lock(), "universal_newlines": None}
+# The first number of a rank's process: beyond those of Linux.
+_NO_PROCESS = 1 << 22
 # Programs that train nothing.
 _TOOLS = ("pip", "torch", "ensurepip", "ray", "venv")
 
@@ -131,11 +136,21 @@ def _spawn(place: RankPlace) -> Any:
     return spawn
 
 
+def _kill_of(kill: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return a replacement of ``os.kill``, by which a program ends its ranks where one of them failed."""
+
+    def ignoring_ranks(number: int, signal: int) -> None:
+        if number < _NO_PROCESS:
+            kill(number, signal)
+
+    return ignoring_ranks
+
+
 def _is_rank(process: Any, number: int) -> bool:
     """True if a process is that of rank ``number``, by the first number among the arguments of its function: those
-    that load data or watch have none, or another.
+    that load data or watch have none, or another, or are daemons, which may have no workers of their own.
     """
-    if str(getattr(process._target, "__module__", "")).startswith("torch.utils.data"):
+    if process.daemon or str(getattr(process._target, "__module__", "")).startswith("torch.utils.data"):
         return False
     numbers = [each for each in (*process._args, *process._kwargs.values()) if type(each) is int]
     return bool(numbers) and numbers[0] == number

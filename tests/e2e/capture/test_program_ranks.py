@@ -126,6 +126,52 @@ if __name__ == "__main__":
     assert names(found.traces[0])["c10d::allreduce_"] == 1
 
 
+def test_a_daemon_that_loads_data_is_no_rank(tmp_path):
+    """Batchgenerators gives its processes their number, as others do their ranks."""
+    program = f"""{HEAD}
+import multiprocessing
+def load(number, batches):
+    while True:
+        batches.put(number)
+
+batches = multiprocessing.Queue(1)
+multiprocessing.Process(target=load, args=(0, batches), daemon=True).start()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+after = batches.get
+{LOOP}"""
+    assert names(captured(tmp_path, program, "python train.py", 1).traces[0])["aten::addmm"] == 1
+
+
+def test_an_error_that_a_rank_hands_to_its_parent(tmp_path, capfd):
+    """As pycls and fairseq do: the parent ends all ranks, whose print is not the usual one, and raises it again."""
+    program = f"""{HEAD}
+import builtins, multiprocessing, signal, traceback
+def work(rank, errors):
+    dist.init_process_group("nccl", rank=rank, world_size=2)
+    builtins.print = lambda text: None
+    try:
+        raise OSError("no data")
+    except Exception:
+        errors.put(traceback.format_exc())
+    finally:
+        dist.destroy_process_group()
+
+errors = multiprocessing.SimpleQueue()
+processes = [multiprocessing.Process(target=work, args=(rank, errors)) for rank in range(2)]
+for each in processes:
+    each.start()
+for each in processes:
+    each.join()
+    os.kill(each.pid, signal.SIGKILL)
+assert [each.exitcode for each in processes] == [0, 0]
+raise RuntimeError(errors.get())
+"""
+    with pytest.raises(ModelError, match="failed with RuntimeError: OSError: no data; its traceback"):
+        captured(tmp_path, program, "python train.py", 2)
+    assert "in work" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("launcher", ["'-m', 'torch.distributed.run', '--nproc_per_node=2',", ""])
 def test_a_program_that_starts_itself_by_a_command(tmp_path, launcher: str):
     """As the commands of libraries do: by a launcher, or once for each rank. What is read is really run."""
