@@ -18,6 +18,9 @@ losses over classes are part of the softmax's kernels, which read the scores and
 backward pass needs is computed again there where that moves no more data than to write and read it
 (AOTAutograd's partitioner, ``min_cut_rematerialization_partition``).
 
+Products of 16 bits whose rows are not aligned, as with a vocabulary of 50,257, are computed on padded copies of their
+operands (``shape_padding``) where they are large.
+
 Not modelled: Inductor's own templates for products (``max-autotune``).
 
 Host: generated code launches a fused kernel without PyTorch's dispatcher (only T1 and T4 of its overheads remain) and
@@ -33,12 +36,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import ceil, prod
 
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import (
     ConvolutionBackward,
     Elementwise,
+    Gemm,
     Loss,
     Normalization,
     Pooling,
@@ -133,6 +137,8 @@ _FUSIBLE = (Elementwise, Normalization, Softmax)
 _COPIES = ("transpose", "concat", "split")
 _CASTS = ("aten::_to_copy", "aten::to")
 _SMALL_TABLE = 4096  # elements of a table that stays in the cache
+_ALIGNED = 8  # elements of 16 bits that products load at once
+_COMPUTES = 300  # multiplications for each element moved, above which the memory limits no product on today's GPUs
 _UNROLLED, _POOLED = 8, 25  # elements of an unrolled sum; elements of a generated pooling window
 
 
@@ -184,6 +190,7 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             work: tuple[Reduction | Elementwise, ...] = (*_statistics(group), _fused(group, used, freed))
             kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
+    kernels |= _padded_products(nodes, _compiled_phases(trace))
     return _Rewriter(replace(rank, calls=calls), kernels, _compiled_phases(trace), parts).rewrite()
 
 
@@ -661,6 +668,43 @@ def _written(
         for version, size in node.writes.items()
         if used[version] - {root} or (not used[version] and version[0] not in freed)
     }
+
+
+def _padded_products(nodes: Iterable[_Node], phases: tuple[str, ...]) -> dict[int, tuple[Task, ...]]:
+    """Return task -> copies of operands with padded rows, and the product of the padded operands.
+
+    An operand that several products need padded is copied once.
+    """
+    kernels: dict[int, tuple[Task, ...]] = {}
+    copied: set[tuple[tuple[int, int], int]] = set()
+    for node in nodes:
+        if not node.compiled or node.call.phase not in phases:
+            continue
+        for task in node.tasks:
+            gemm = task.operators[0] if len(task.operators) == 1 else None
+            if not isinstance(gemm, Gemm) or not _is_padded(gemm):
+                continue
+            m, n, k = (_ALIGNED * ceil(each / _ALIGNED) for each in (gemm.m, gemm.n, gemm.k))
+            sizes = {gemm.m * gemm.k: (m, k) != (gemm.m, gemm.k), gemm.k * gemm.n: (k, n) != (gemm.k, gemm.n)}
+            copies = []
+            for version, (elements, _) in node.reads.items():
+                if sizes.get(elements // gemm.batch) and (version, elements) not in copied:
+                    copied.add((version, elements))
+                    copy = Elementwise("fused", elements, dtype=gemm.dtype)
+                    copies.append(replace(task, name="inductor::triton_pad", kind="kernel", operators=(copy,)))
+            kernels[task.id] = (*copies, replace(task, operators=(replace(gemm, m=m, n=n, k=k),)))
+    return kernels
+
+
+def _is_padded(gemm: Gemm) -> bool:
+    """Return whether generated code pads a product: its rows do not begin at multiples of 16 bytes, and it computes
+    more than it moves (``shape_padding``; ``should_pad_common`` in torch/_inductor/fx_passes/pad_mm.py, which then
+    measures both).
+    """
+    if DTYPE_BYTES.get(gemm.dtype) != 2 or not any(each % _ALIGNED for each in (gemm.m, gemm.n, gemm.k)):
+        return False
+    intensity = 1 / (1 / gemm.m + 1 / gemm.n + 1 / gemm.k)
+    return intensity > _COMPUTES
 
 
 def _bytes(sizes: Iterable[tuple[int, str]]) -> int:

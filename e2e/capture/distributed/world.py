@@ -338,12 +338,15 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
     gpus = dist.get_world_size()
+    names = ["nccl"]
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         count = kwargs.get("world_size", -1)
         if count not in (-1, None, gpus):
             raise ModelError(f"the program's process group has {count} ranks: give --gpus {count}")
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
+        if backend and ":" in backend:
+            names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too
 
     def barrier(group: Any = None, async_op: bool = False, **more: Any) -> Any:
         return recorder.communication.barrier(group or c10d._get_default_group(), async_op)
@@ -361,7 +364,9 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             recorder.communication.on_host.add(made.group_name)
         return made
 
-    yield dist, "get_backend", lambda group=None: "nccl"
+    yield dist, "get_backend", lambda group=None: names[-1]
+    # Called where the environment asks for it (TORCH_DIST_INIT_BARRIER); the store is of this process alone.
+    yield c10d, "_store_based_barrier", lambda *args, **kwargs: None
     yield c10d, "_set_pg_timeout", lambda timeout, group=None: None
     made = AsyncCollectiveTensor.__new__
 

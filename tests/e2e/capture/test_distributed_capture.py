@@ -588,3 +588,14 @@ def test_sharded_parameters_on_the_host_are_updated_there(tmp_path, monkeypatch)
     shard = 64 * 64 // 4 * FLOAT
     # Before the gather, which the root keeps for its backward pass, and behind the scatter.
     assert copies == {("host_to_device", shard): 1, ("device_to_host", shard): 1}
+
+
+def test_a_group_that_takes_tensors_of_the_host_too_says_so_and_needs_no_barrier_of_its_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "0")  # and back to what it was
+    body = """import os
+os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+dist.init_process_group("cpu:gloo,cuda:nccl")
+assert "gloo" in dist.get_backend()
+dist.new_group()
+return torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1, device="cuda"))"""
+    lowered(written(tmp_path, body), 2)

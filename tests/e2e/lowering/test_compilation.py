@@ -241,3 +241,31 @@ def moved(graph: RankGraph) -> int:
 
 def products(graph: RankGraph) -> Counter:
     return Counter(record for task in graph.tasks for record in task.operators if isinstance(record, Gemm))
+
+
+def test_large_products_with_a_ragged_vocabulary_are_computed_on_padded_copies():
+    rows, width, classes = 16384, 768, 50257
+    script = Script()
+
+    def tensor(*shape: int) -> Tensor:
+        return replace(script.tensor(*shape), dtype="bfloat16")
+
+    inputs, scores = tensor(rows, width), tensor(rows, classes)
+    script.call("mm", scores, tensor(classes, width), output=tensor(rows, width))
+    turned = replace(scores, shape=(classes, rows), stride=(1, classes))
+    script.call("mm", turned, inputs, output=tensor(classes, width))
+    found = records(script.compiled())
+    products = [record for record in found if isinstance(record, Gemm)]
+    assert [(each.m, each.n, each.k) for each in products] == [(rows, width, 50264), (50264, width, rows)]
+    copies = [record.elements for record in found if isinstance(record, Elementwise)]
+    assert sorted(copies) == [classes * width, rows * classes]  # the scores once for both products
+
+
+def test_products_that_are_aligned_or_move_more_than_they_compute_are_left_as_they_are():
+    for shape in ((16384, 50304, 768), (16, 50257, 768)):
+        script = Script()
+        m, n, k = shape
+        a, b, c = (replace(script.tensor(*each), dtype="bfloat16") for each in ((m, k), (k, n), (m, n)))
+        script.call("mm", a, b, output=c)
+        (record,) = records(script.compiled())
+        assert (record.m, record.n, record.k) == shape
