@@ -103,7 +103,7 @@ class FoundStep:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Forward passes outside of the step that train nothing."""
+    """What is not in the step: forward passes that train nothing, or a step that does more now and then."""
 
     # First of the passes.
     trace: OperatorTrace
@@ -164,8 +164,9 @@ class StepFinder:
     step: RecordedStep = RecordedStep()
     different: list[RecordedStep] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    # Backward passes of each of them.
+    # Backward passes of each of them, and the first step with the most; None if the step that is taken has as many.
     backward: list[int] = field(default_factory=list)
+    richest: RecordedStep | None = None
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
     # The first outermost module with parameters.
@@ -263,6 +264,8 @@ class StepFinder:
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
         more = "" if repeated is None else f"{repeated.more} more" if whole else f"cut {len(self.digests)}"
         self.digests.append(f"{digest(step.calls)} {more}")
+        if passes > max(self.backward, default=0):
+            self.richest = step
         self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
         if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
@@ -312,6 +315,8 @@ class StepFinder:
         if most > taken:
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
+        else:
+            self.richest = None
         if step.repeated is not None:
             told = f"{step.repeated.more:,} of its {len(step.passes):,} passes, which are alike, not run; {told}"
         turn = f" (each is {self.in_turn} of its steps, which differ)" if self.in_turn > 1 else ""
@@ -370,8 +375,8 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         if line not in notes:
             notes.append(line)
 
-    def finish(step: RecordedStep, told: str) -> None:
-        trace = OperatorTrace(
+    def trace_of(step: RecordedStep) -> OperatorTrace:
+        return OperatorTrace(
             rank=place.rank,
             world_size=place.world_size,
             process_groups=dict(recorder.communication.groups.ranks),
@@ -379,6 +384,9 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
             compiled=bool(recorder.compiled),
             **{each.name: getattr(step, each.name) for each in fields(step)},
         )
+
+    def finish(step: RecordedStep, told: str) -> None:
+        trace = trace_of(step)
         rank = CapturedRank(
             trace, frozenset(recorder.communication.peers), (), _samples(step), switches=tf32_switches()
         )
@@ -392,6 +400,9 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
                     step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, graphs={}, repeated=None
                 )
                 yield Evaluation(trace, group.passes, group.told)
+        if finder.richest is not None:
+            passes = max(finder.backward)
+            yield Evaluation(trace_of(finder.richest), 1, f"a step with {passes} backward passes, as a whole")
 
     finder = StepFinder(recorder, finish)
     with ExitStack() as stack:

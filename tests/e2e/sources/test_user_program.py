@@ -246,10 +246,15 @@ def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
 
 def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
     (folder / "penalty.py").write_text(LOOPS["penalty"], encoding="utf-8")
-    (line,) = [line for line in run(folder, "python penalty.py").notes if "of SGD" in line]
+    found = run(folder, "python penalty.py")
+    (line,) = [line for line in found.notes if "of SGD" in line]
     assert line.endswith(
         "equal to step 2; step 1 had 2 backward passes, this one 1: what is not done in every step is left out"
     )
+    (apart,) = [line for line in found.notes if "not in the step" in line]
+    said, _, seconds = apart.rpartition(": ")
+    assert said == "not in the step: a step with 2 backward passes, as a whole"
+    assert float(seconds.removesuffix(" s")) > 1.2 * found.iteration_seconds
 
 
 def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> None:
