@@ -8,7 +8,8 @@ device-neutral one (``aten::native_batch_norm``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -52,7 +53,10 @@ class Identities:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[int, Any]] = {}
+        # Tensor -> its number, a weak reference, and what notes its end.
+        self._tensors: dict[int, tuple[int, Any, Any]] = {}
+        # Storages that no known tensor holds since it got other memory, but perhaps an unknown one, by address.
+        self._held: dict[int, int] = {}
         self._storages: dict[int, int] = {}
         self._living: dict[int, int] = {}
         self._freed: list[int] = []
@@ -76,15 +80,37 @@ class Identities:
         key = tensor._cdata
         known = self._tensors.get(key)
         if known is None:
-            known = self._tensors[key] = (len(self._tensors), torch._C._WeakTensorRef(tensor))
-            if tensor.layout is torch.strided:
-                self._watch(tensor, self.storage(tensor))
+            end = self._watch(tensor, self.storage(tensor)) if tensor.layout is torch.strided else None
+            known = self._tensors[key] = (len(self._tensors), torch._C._WeakTensorRef(tensor), end)
         return known[0]
 
-    def _watch(self, tensor: torch.Tensor, storage: int) -> None:
+    def _watch(self, tensor: torch.Tensor, storage: int) -> weakref.finalize[Any, Any]:
         """Count the tensors on a storage; the storage is free after the last of them."""
         self._living[storage] = self._living.get(storage, 0) + 1
-        weakref.finalize(tensor, self._died, storage)
+        return weakref.finalize(tensor, self._died, storage)
+
+    @contextmanager
+    def moving(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Context in which ``tensor`` may get other memory (``tensor.data = other``): its earlier memory is free if no
+        other tensor holds it, be it one that is not known.
+        """
+        tensor = unwrapped(tensor)
+        number, reference, end = self._tensors.get(tensor._cdata, (0, None, None))
+        if end is None:
+            yield
+            return
+        address = tensor.untyped_storage()._cdata
+        before = self._storages.get(address)
+        yield
+        after = self.storage(tensor)
+        if after == before:
+            return
+        end.detach()
+        self._tensors[tensor._cdata] = (number, reference, self._watch(tensor, after))
+        if before is not None and self._living.get(before):
+            self._living[before] -= 1
+            if not self._living[before]:
+                self._held[address] = before
 
     def _died(self, storage: int) -> None:
         if not self._living[storage]:
@@ -95,6 +121,11 @@ class Identities:
 
     def freed(self) -> tuple[int, ...]:
         """Return the storages freed since the last call of this method, unless a tensor on them has appeared again."""
+        for address, storage in list(self._held.items()):
+            if self._living[storage] or torch.UntypedStorage._expired(address):
+                del self._held[address]
+                if not self._living[storage]:
+                    self._free(storage)
         found = tuple(storage for storage in self._freed if self._living[storage] == 0)
         self._freed.clear()
         return found
@@ -135,6 +166,7 @@ class Identities:
         known = self._storages.pop(tensor.untyped_storage()._cdata, None)
         if known is not None:
             torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
+            self._held.pop(tensor.untyped_storage()._cdata, None)
             self._living[known] = 0
             self._free(known)
 
@@ -152,7 +184,7 @@ class Identities:
         """Release the weak references."""
         for key in self._storages:
             torch.UntypedStorage._free_weak_ref(key)
-        self._storages, self._tensors = {}, {}
+        self._storages, self._tensors, self._held = {}, {}, {}
         self._watching = False
 
 

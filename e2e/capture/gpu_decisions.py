@@ -197,6 +197,7 @@ def rms_norm(
 aten = torch.ops.aten
 
 FLASH_HEAD_DIM = 256
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 NOT_OPERATORS = frozenset(
     (
         "__get__",
@@ -229,6 +230,9 @@ class GpuDecisions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return _property(func, args, kwargs)
+        if name == "__set__" and func == _SET_DATA:
+            with self._recorder.convert.identities.moving(args[0]):
+                return func(*args, **kwargs)
         if name in NOT_OPERATORS or not all(issubclass(kind, torch.Tensor) for kind in types):
             return func(*args, **kwargs)  # of values of torch.fx too
         if name == "tolist" and args[0].device.type == "meta":

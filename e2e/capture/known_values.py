@@ -4,14 +4,11 @@ A capture has no data, but ``torch.tensor([[1, 16, 16]])`` or ``torch.ones(2, 12
 and so is everything computed from such tensors alone. A CPU copy of the values is attached to the meta tensor, so that
 ``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from it as on a GPU. A tensor written with
 unknown values, or through a view, is no longer known (detected by its version counter).
-
-Of a mask that is false but for the places of an index, as those of samplers of positive and negative boxes, the number
-of true elements is known at most (:func:`most_true`), whatever its size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ aten = torch.ops.aten
 # larger ones never decide sizes.
 LIMIT = 1 << 18
 _PLACE = "_known_values"
-_MOST = "_most_true"
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -42,46 +38,8 @@ def know(tensor: torch.Tensor, values: torch.Tensor, viewed: torch.Tensor | None
         setattr(tensor, _PLACE, (values, version))
 
 
-def most_true(mask: torch.Tensor) -> int | None:
-    """Return how many elements of ``mask`` are true at most, as far as it is known."""
-    values = known(mask)
-    if values is not None:
-        return int(values.count_nonzero())
-    most, version = getattr(mask, _MOST, (None, None))
-    return most if version == _version(mask) else None
-
-
-def _count(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Note how many elements of the mask ``result`` are true at most."""
-    count = _COUNTS.get(func)
-    if count is None or not isinstance(result, torch.Tensor) or result.dtype not in _MASKS:
-        return
-    most, version = count(*args), _version(result)
-    if most is not None and version is not None:
-        setattr(result, _MOST, (min(most, result.numel()), version + func._schema.is_mutable))
-
-
-def _most_of_all(masks: Sequence[torch.Tensor], *_: Any) -> int | None:
-    counts = [most_true(mask) for mask in masks]
-    return None if None in counts else sum(counts)  # type: ignore[arg-type]
-
-
-def _most_of_both(first: torch.Tensor, second: Any) -> int | None:
-    counts = [most_true(mask) for mask in (first, second) if isinstance(mask, torch.Tensor)]
-    return min((count for count in counts if count is not None), default=None)
-
-
-def _most_written(mask: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any) -> int | None:
-    before = most_true(mask)
-    if before is None or len(indices) != mask.dim() or None in indices:
-        return None
-    shapes = [index.shape for index in indices if index is not None]
-    return before + torch.broadcast_shapes(*shapes).numel()
-
-
 def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
     """Note the values of ``result``, returned by ``func`` on tensors without data, as far as they are known."""
-    _count(func, args, result)
     if isinstance(result, torch.Tensor):
         if result.device.type != "meta" or result.numel() > LIMIT or result.layout is not torch.strided:
             return
@@ -106,7 +64,11 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if func in _FILLED:
         _fill(func, args, result)
         return
-    if not _follows(func, args, kwargs, result) and func in _DECIDED_BY:
+    if _follows(func, args, kwargs, result):
+        return
+    if func is aten.index.Tensor:
+        _draw(args[0], args[1], result)
+    if func in _DECIDED_BY:
         decisive = _DECIDED_BY[func]
         for argument in args:
             values = known(argument) if isinstance(argument, torch.Tensor) else None
@@ -166,6 +128,15 @@ def _fill(func: Any, args: Sequence[Any], result: torch.Tensor) -> None:
         value = args[2] if func is aten.new_full.default else args[1]
     if isinstance(value, (bool, int, float)):
         know(result, torch.full(result.shape, value, dtype=result.dtype, device="cpu"))
+
+
+def _draw(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], result: torch.Tensor) -> None:
+    """Take an unknown index, such as that of each box's object, to name every row of a known list as often."""
+    values, index = known(tensor), indices[0]
+    if values is None or len(indices) != 1 or index is None or index.dim() != 1 or index.dtype is not torch.int64:
+        return
+    if tensor.shape[0]:
+        know(result, values[torch.arange(index.shape[0], device="cpu") % tensor.shape[0]])
 
 
 def _on_cpu(argument: Any, found: list[bool]) -> Any:
@@ -228,19 +199,4 @@ _FILLED: dict[Any, float | None] = {
     aten.new_zeros.default: 0,
     aten.new_ones.default: 1,
     aten.new_full.default: None,
-}
-_MASKS = (torch.bool, torch.uint8)
-# Operator -> number of true elements of its result at most, by its arguments; None: not known.
-_COUNTS: dict[Any, Callable[..., int | None]] = {
-    aten.zeros_like.default: lambda *_: 0,
-    aten.new_zeros.default: lambda *_: 0,
-    aten.zeros.default: lambda *_: 0,
-    aten._to_copy.default: most_true,
-    aten.clone.default: most_true,
-    aten.cat.default: _most_of_all,
-    aten.bitwise_or.Tensor: lambda first, second: _most_of_all((first, second)),
-    aten.logical_or.default: lambda first, second: _most_of_all((first, second)),
-    aten.bitwise_and.Tensor: _most_of_both,
-    aten.logical_and.default: _most_of_both,
-    aten.index_put_.default: _most_written,
 }

@@ -2,8 +2,8 @@
 
 Meta kernels handle almost all operators. The rest are reads of a value by the host, copies off the device, and
 operators whose shape depends on values. Such operators are decomposed as on CUDA (:data:`SELECTIONS`): ``nonzero`` of a
-mask, which the host waits for, then an index. The number of elements selected by a mask is an assumption
-(:func:`true_share`: all of them by default), which a prediction of a script states.
+mask, which the host waits for, then an index. The number of elements selected by a mask is an assumption (all that can
+be true, :mod:`e2e.capture.possible_values`), which a prediction of a script states.
 
 Results that depend only on shapes are computed once per capture (:class:`KnownResults`): identical layers repeat the
 same calls, and PyTorch computes shapes in Python. Only calls that create all of their results are cached, and only if a
@@ -13,18 +13,19 @@ new tensor of the same shape and strides is the same in every respect.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from e2e.capture.known_values import LIMIT, know, known, most_true
+from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.possible_values import most_true
 from e2e.capture.script_lines import flag_of_running_line
 
 aten = torch.ops.aten
+# Real numbers of the host, at most, that are known on the GPU: boxes and key points of an image.
+_FEW = 4096
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,10 +97,19 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
             return torch.ones((), dtype=dtype)
         return torch.zeros(tensor.shape, dtype=dtype)
     result = func(tensor, **kwargs)
-    small = tensor.numel() <= (1 if tensor.is_floating_point() else LIMIT)
-    if _is_meta(result) and not _is_meta(tensor) and small:
+    if _is_meta(result) and not _is_meta(tensor) and _tells(tensor):
         know(result, tensor.to(result.dtype, copy=True))
     return result
+
+
+def _tells(tensor: torch.Tensor) -> bool:
+    """True for values of the host that may decide sizes: whole numbers, and few real ones, such as boxes, unless they
+    are all alike, as data that is made up.
+    """
+    if not tensor.is_floating_point():
+        return tensor.numel() <= LIMIT
+    few = tensor.numel() <= _FEW and tensor.layout is torch.strided
+    return few and (tensor.numel() <= 1 or bool((tensor != tensor.reshape(-1)[0]).any()))
 
 
 def _copy_into(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -115,23 +125,8 @@ def _native_dropout(func: Any, tensor: torch.Tensor, p: float, train: bool | Non
     return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
 
 
-_SHARE: ContextVar[float] = ContextVar("share of elements that are true", default=1.0)
-
-
-@contextmanager
-def true_share(share: float) -> Iterator[None]:
-    """Context in which ``nonzero`` finds this fraction of the elements."""
-    token = _SHARE.set(share)
-    try:
-        yield
-    finally:
-        _SHARE.reset(token)
-
-
 def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
-    """Return all elements, or the fraction set by :func:`true_share`, so that time and memory are not understated; no
-    more than can be true.
-    """
+    """Return all elements that can be true, so that time and memory are not understated, or a share of them."""
     if not _is_meta(tensor):
         return func(tensor)
     values = known(tensor)
@@ -140,9 +135,7 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
         found = torch.empty((tensor.dim(), places.shape[0]), dtype=torch.int64, device="meta").t()
         know(found, places)
         return found
-    most = most_true(tensor)
-    rows = math.ceil(tensor.numel() * _SHARE.get()) if most is None else most
-    return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
+    return torch.empty((tensor.dim(), most_true(tensor)), dtype=torch.int64, device="meta").t()
 
 
 def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:

@@ -31,6 +31,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
+from e2e.capture.possible_values import note
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
@@ -561,6 +562,7 @@ class Recorder(TorchDispatchMode):
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.results.run(func, args, kwargs)
         follow(func, args, kwargs, result)
+        note(func, args, kwargs, result)
         return result
 
     def _inside(self, func: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

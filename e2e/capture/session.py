@@ -29,7 +29,7 @@ from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
 from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
-from e2e.capture.meta_results import true_share
+from e2e.capture.possible_values import true_share
 from e2e.capture.python_calls import counted_functions
 from e2e.capture.recorder import Recorder, heard
 from e2e.capture.regions import Regions, in_region, outside_regions

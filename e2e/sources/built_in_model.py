@@ -60,10 +60,11 @@ def assumptions(traces: Sequence[OperatorTrace], routed: bool = False, selected:
     found: list[str] = []
     selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
     if selections:
-        taken = "select everything" if selected == 1 else f"find {selected:.0%} of the elements"
+        share = "all that they could" if selected == 1 else f"{100 * selected:.3g}% of what they could (--selected)"
+        advice = "; where fewer are usual, --selected says which share, or write x[:k] with a usual k"
         found.append(
-            f"{selections} selections by data (boolean masks, nonzero, unique) are taken to {taken}; where "
-            "fewer are usual, --selected says which share, or write x[:k] with a usual k"
+            f"{selections} selections by data (boolean masks, nonzero, unique, NMS) are taken to find {share}"
+            f"{advice if selected == 1 else ''}"
         )
     counts = sum(call.name in EVEN_COUNTS and call.attributes.get("assumed") is True for call in calls)
     if counts and not routed:

@@ -306,7 +306,7 @@ class SelectionOptions(Options):
     panel = STEP_PANEL
 
     selected: float = option(
-        "Share of the elements that selections by data (masks, nonzero, NMS) find, such as 0.1.",
+        "Share of what selections by data (boolean masks, nonzero, unique, NMS) could find that they do, such as 0.1.",
         default=1.0,
         read=_share,
         default_text="1 (all)",

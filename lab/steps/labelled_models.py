@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from e2e.capture.meta_results import true_share
 from e2e.capture.models.transformer import build_transformer, quiet, without_cache
+from e2e.capture.possible_values import true_share
 from e2e.capture.session import CapturedWorkload
 
 CLASSES = {

@@ -189,6 +189,11 @@ class _Listing(list):  # type: ignore[type-arg]
         """Close nothing."""
 
 
+def name_of_image(number: int, form: str = "jpg") -> str:
+    """Return the name of an image in a folder and in annotations, as COCO names them."""
+    return f"{number:012}.{form}"
+
+
 def _list(original: Any, note: Note, entry: Callable[[str, str], Any]) -> Any:
     """Return a function that lists a folder, with images in one that is not there and has a name of images."""
 
@@ -196,7 +201,7 @@ def _list(original: Any, note: Note, entry: Callable[[str, str], Any]) -> Any:
         if not is_missing(path) or not _OF_IMAGES.search(os.fspath(path)):
             return original(path)
         note(f"{os.fspath(path)} is not there: {_FILES:,} images, each as .jpg and .png")
-        names = (f"{number}.{form}" for number in range(_FILES) for form in ("jpg", "png"))
+        names = (name_of_image(number, form) for number in range(1, _FILES + 1) for form in ("jpg", "png"))
         return _Listing(entry(os.fspath(path), name) for name in names)
 
     return listed

@@ -339,7 +339,7 @@ def _balanced(experts: Any, capacity: int) -> Any:
     """Return the library's loop over experts with equal shares instead of the routed rows; the operators are the
     same.
     """
-    from e2e.capture.meta_results import true_share
+    from e2e.capture.possible_values import true_share
 
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(states)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from costmodel.operators.device_work import Gemm
-from e2e.capture.meta_results import true_share
+from e2e.capture.possible_values import true_share
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.sources.built_in_model import assumptions
@@ -89,7 +89,9 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
     trace = captured(step, 1000, 4, selected=0.5)
     assert sizes[-2:] == [(500, 4), (250, 4)]
     (line,) = assumptions([trace], selected=0.5)
-    assert "find 50% of the elements" in line
+    assert "find 50% of what they could (--selected)" in line and "where fewer" not in line
+    (line,) = assumptions([trace], selected=0.0012)
+    assert "find 0.12% of what they could" in line
 
 
 def test_a_mask_written_at_some_places_selects_no_more():
@@ -107,6 +109,85 @@ def test_a_mask_written_at_some_places_selects_no_more():
 
     captured(step, 100_000, 4)
     assert [size.numel() for size in sizes[-5:]] == [428, 428, 128, 128, 100_000]
+
+
+def test_a_sample_of_labelled_boxes_has_no_more_positive_ones_than_were_drawn():
+    sizes: list[int] = []
+
+    def find(mask: torch.Tensor) -> torch.Tensor:
+        (found,) = torch.where(mask)
+        sizes.append(found.numel())
+        return found
+
+    def step(data: torch.Tensor) -> None:
+        labels = torch.tensor([3, 5], device="cuda")[data.argmax(1)]
+        labels[data[:, 0] < 0.5] = 80
+        labels[data[:, 0] < 0.4] = -1
+        positive, negative = find((labels != -1) & (labels != 80)), find(labels == 80)
+        drawn = torch.cat([found[torch.randperm(found.numel(), device="cuda")[:most]] for found, most in (
+            (positive, 128), (negative, 384))])  # fmt: skip
+        sample = torch.cat([labels[drawn], labels[drawn]])
+        for mask in ((sample >= 0) & (sample < 80), sample == 80, sample == -1, sample >= 0):
+            find(mask)
+        # The same by a mask of the places, and after labels were written: anything again.
+        chosen = torch.zeros_like(labels, dtype=torch.uint8)
+        chosen[drawn] = 1
+        find(labels[find(chosen)] != 80)
+        labels.copy_(data[:, 1])
+        find(labels[drawn] != 80)
+        # Labels of sampled places, others ignored.
+        labels.fill_(-1)
+        labels.scatter_(0, drawn[:128], 1)
+        labels.scatter_(0, drawn[128:], 0)
+        for mask in (labels == 1, labels >= 0, labels == -1, labels == 2):
+            find(mask)
+        # Labels of a sample, of which the first are written as a whole.
+        sample = torch.full((512,), 80, device="cuda")
+        sample[:128] = data[:128, 0].long()
+        find(sample != 80)
+
+    captured(step, 2000, 2)
+    assert sizes[-14:-5] == [2000, 2000, 256, 768, 0, 1024, 512, 128, 512]
+    assert sizes[-5:] == [128, 512, 2000, 0, 128]
+
+
+def test_every_level_has_its_share_of_the_boxes():
+    sizes: list[int] = []
+
+    def step(data: torch.Tensor) -> None:
+        level = torch.clamp(torch.floor(data[:, 0].log2()), min=2, max=5).to(torch.int64) - 2
+        sizes.extend(torch.where(level == each)[0].numel() for each in range(5))
+        expert = data.softmax(1).topk(2)[1]
+        sizes.extend(torch.where(expert == each)[0].numel() for each in range(4))
+
+    captured(step, 1000, 4)
+    assert sizes[-9:] == [250, 250, 250, 250, 0, *[500] * 4]
+
+
+def test_few_real_numbers_are_equal_to_maxima():
+    sizes: list[int] = []
+
+    def step(data: torch.Tensor) -> None:
+        sizes.append((data == data.max(0, keepdim=True)[0]).nonzero().shape[0])
+
+    captured(step, 1000, 4)
+    assert sizes[-1] == 4
+
+
+def test_rows_without_a_visible_point_are_not_selected():
+    """Three objects of two points each; the third has none that is visible."""
+    sizes: list[int] = []
+    points = torch.tensor([[[1.0, 2, 2], [3, 4, 2]], [[5, 6, 2], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]], device="cpu")
+
+    def step(data: torch.Tensor) -> None:
+        found = points.to("cuda")[data[:, :3].argmax(1)]
+        inside = (found[:, :, 0] > data[:, 1:2]) & (found[:, :, 1] > data[:, 2:3])
+        visible = inside & (found[:, :, 2] > 0)
+        sizes.append(torch.where(visible.any(dim=1))[0].numel())
+        sizes.append(torch.nonzero(visible.long().view(-1).to(torch.uint8)).shape[0])
+
+    captured(step, 300, 4)
+    assert sizes[-2:] == [200, 300]
 
 
 def test_values_on_the_host_are_copied_there_and_back():

@@ -339,9 +339,14 @@ def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:
         assert glob.glob(str(tmp_path / "absent" / "*.jpg")) and not list((tmp_path / "absent").glob("*.txt"))
         assert image.open(found[0]).size == (512, 512) and len(found) == 2_048
         names = os.listdir("absent/train_images")
-        assert {"0.jpg", "0.png"} <= set(names) and len(names) == 4_096
-        assert [entry.path for entry in os.scandir("absent/masks") if entry.is_file()][:1] == ["absent/masks/0.jpg"]
-        assert image.open("absent/train_images/0.jpg").mode == "RGB" and image.open("absent/masks/0.png").mode == "L"
+        assert {"000000000001.jpg", "000000000001.png"} <= set(names) and len(names) == 4_096
+        assert [entry.path for entry in os.scandir("absent/masks") if entry.is_file()][:1] == [
+            "absent/masks/000000000001.jpg"
+        ]
+        assert (
+            image.open("absent/train_images/000000000001.jpg").mode == "RGB"
+            and image.open("absent/masks/000000000001.png").mode == "L"
+        )
         with pytest.raises(FileNotFoundError):
             os.listdir("absent/checkpoints")
         with pytest.raises(FileNotFoundError):
@@ -407,6 +412,12 @@ def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
     assert (names[1], names[13], names[90], len(names)) == ("person", "stop sign", "toothbrush", 80)
     assert persons.getCatIds() == [1] and {each["category_id"] for each in persons.dataset["annotations"]} == {1}
     assert found.images[1] == "000000000001.jpg" and {each["bbox"][2] for each in found.dataset["annotations"]} == {90}
+    # Four persons an image, four of seven with 11 key points of 17, two or more in every image.
+    assert notes[1] == "person_keypoints_train2017.json is not there: 2,048 images with 4 objects each"
+    visible = [each["num_keypoints"] for each in persons.dataset["annotations"]]
+    assert len(visible) == 8_192 and sum(each > 0 for each in visible) == 4_681
+    assert all(sum(each > 0 for each in visible[place : place + 4]) >= 2 for place in range(0, 8_192, 4))
+    assert all(sum(each["keypoints"][2::3]) == 2 * each["num_keypoints"] for each in persons.dataset["annotations"])
 
 
 def test_missing_recordings_are_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -107,6 +109,42 @@ def test_a_captured_step_holds_weights_gradients_and_state(optimizer: type[torch
     assert usage.breakdown["gradients"] == size
     assert usage.breakdown["optimizer_state"] == copies * size
     assert usage.breakdown["parameters"] == pytest.approx(size, rel=0.01)
+
+
+def test_a_tensor_that_gets_other_memory_frees_its_own_unless_another_has_it():
+    size = 1 << 20
+    layer = torch.nn.Linear(1, 1, device="meta")
+
+    def peak(step: Callable[[], object]) -> int:
+        return peak_memory(capture(CapturedWorkload("moved", layer, step))).peak_bytes
+
+    def made() -> torch.Tensor:
+        return torch.ones(size, device="meta", dtype=torch.uint8)
+
+    def moved(held: bool) -> None:
+        first, second = made(), made()
+        view = first.data if held else None  # no operator that is recorded
+        first.data = second
+        del second
+        third = made()
+        if view is not None:
+            first.data = view
+        first + third
+
+    # The first memory is free before the third is made, and the second lives on under the first name.
+    assert peak(lambda: moved(False)) == 3 * size
+    # It is not free where a view has it, which becomes the tensor's again; the second is then.
+    assert peak(lambda: moved(True)) == 3 * size
+
+    def back() -> None:
+        first = made()
+        view = first.data
+        first.data = made()
+        first.data = view
+        del view
+        first + (made() + made())
+
+    assert peak(back) == 4 * size
 
 
 def test_saved_activations_stay_until_the_backward_pass():
