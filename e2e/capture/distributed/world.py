@@ -21,12 +21,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.modules._functions import SyncBatchNorm
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.distributed.data_parallel import data_parallel_patches
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
+from e2e.capture.possible_values import all_true
 from e2e.capture.python_calls import uncounted
 from e2e.capture.recorder import Recorder
 
@@ -343,6 +345,7 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
+    yield SyncBatchNorm, "forward", staticmethod(_with_inputs_everywhere(SyncBatchNorm.forward))
     if place.world_size > 1:
         yield from data_parallel_patches(recorder, dist.is_initialized)
 
@@ -393,6 +396,16 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         yield module, "monitored_barrier", lambda group=None, timeout=None, wait_all_ranks=False: barrier(group)
         yield module, "batch_isend_irecv", in_batch
         yield module, "is_nccl_available", lambda: True
+
+
+def _with_inputs_everywhere(normalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``normalize``, by which ``SyncBatchNorm`` leaves out ranks without inputs: there are none."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with all_true():
+            return normalize(self, *args, **kwargs)
+
+    return forward
 
 
 def _start(operation: Any) -> Any:

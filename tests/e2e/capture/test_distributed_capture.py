@@ -19,6 +19,7 @@ from costmodel.operators.device_work import MemoryCopy
 from e2e.capture.distributed import world
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.possible_values import true_share
 from e2e.capture.recorder import Recorder
 from e2e.lowering import host_operators, unknown_operators
 from e2e.lowering.lower_trace import LoweredStep, lower_ranks
@@ -448,6 +449,13 @@ return norm, step"""
         ("all_gather", "default 0,1", (2 * 4 + 1) * FLOAT),
         ("all_reduce", "default 0,1", 2 * 4 * FLOAT),
     ]
+    for share in (1.0, 0.1):  # that ranks have inputs is no assumption
+        with true_share(share):
+            traces = capture_distributed(written(tmp_path, body), 4).traces
+        calls = [call for trace in traces for call in trace.calls]
+        assert not any(call.attributes.get("assumed") for call in calls)
+        (gathered,) = (call for call in calls if call.name == "aten::batch_norm_gather_stats_with_counts")
+        assert gathered.inputs[1].shape == (4, 4)
     assert not unknown_operators(rank)
     assert not meetings(lowered(written(tmp_path, body), 1).graph.ranks[0])
 
