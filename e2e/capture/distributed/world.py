@@ -136,7 +136,8 @@ def patched_libraries(recorder: Recorder) -> Iterator[None]:
     """Context in which the libraries of distributed jobs that a script imports run on tensors without memory.
 
     FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced; FSDP1's
-    comparison of memory by its address; the plan of a distributed checkpoint; the vote of pipeline stages; the state of DTensor's random numbers.
+    comparison of memory by its address; the plan of a distributed checkpoint; the vote of pipeline stages; the state of
+    DTensor's random numbers.
     """
     with patched_imports(library_patches(recorder)):
         yield
@@ -434,13 +435,23 @@ def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, s
 
     # Parameters have PyTorch's names, since programs give them by name.
     def send(
-        object_list: list[Any], dst: Any = None, group: Any = None, device: Any = None, group_dst: Any = None, *more: Any,
+        object_list: list[Any],
+        dst: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: Any = None,
+        *more: Any,
         **named: Any,
     ) -> None:
         mailbox.post(place.rank, peer(group, dst, group_dst), list(object_list))
 
     def receive(
-        object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None, *more: Any,
+        object_list: list[Any],
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+        *more: Any,
         **named: Any,
     ) -> int:
         source = peer(group, src, group_src)

@@ -337,6 +337,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 state = torch.cuda.get_rng_state()
 torch.cuda.random.set_rng_state(state)
 torch.cuda.default_generators[0].set_state(state)
+torch.cuda.set_sync_debug_mode("warn")
+assert torch.cuda.get_sync_debug_mode() == 1
 os.chdir("/")
 if os.fork() == 0:
     os._exit(0)
