@@ -210,6 +210,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.cuda, "get_arch_list", lambda: ["sm_{}{}".format(*gpu.capability)]),
         (torch.cuda, "can_device_access_peer", lambda device, peer: True),
         (torch.cuda, "ipc_collect", lambda: None),
+        *_debug_patches(),
         *((torch.cuda, name, lambda device=None, value=value: value) for name, value in _SENSORS.items()),
         (torch.version, "cuda", "12.8"),
         (torch.backends.cudnn, "version", lambda: 91002),
@@ -233,6 +234,20 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # Device numbers, as in `model.to(rank)` and `torch.device(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
         (torch, "device", NumberedDevice),
+    ]
+
+
+def _debug_patches() -> list[tuple[Any, str, Any]]:
+    """Return the patches of the mode in which PyTorch warns of synchronisations, which has no effect here."""
+    modes = {"default": 0, "warn": 1, "error": 2}
+    chosen = [0]
+
+    def choose(debug_mode: int | str) -> None:
+        chosen[0] = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
+
+    return [
+        (torch.cuda, "set_sync_debug_mode", choose),
+        (torch.cuda, "get_sync_debug_mode", lambda: chosen[0]),
     ]
 
 

@@ -29,6 +29,7 @@ from e2e.capture.known_values import LIMIT, known
 aten = torch.ops.aten
 
 _SHARE: ContextVar[float] = ContextVar("share of elements that are true", default=1.0)
+_CERTAIN: ContextVar[bool] = ContextVar("masks are true everywhere", default=False)
 _FACTS = "_possible_values"
 # Groups of one tensor; more are joined to one.
 _GROUPS = 12
@@ -42,6 +43,21 @@ def true_share(share: float) -> Iterator[None]:
         yield
     finally:
         _SHARE.reset(token)
+
+
+@contextmanager
+def all_true() -> Iterator[None]:
+    """Context in which masks are known to be true everywhere."""
+    token = _CERTAIN.set(True)
+    try:
+        yield
+    finally:
+        _CERTAIN.reset(token)
+
+
+def is_certain() -> bool:
+    """True inside :func:`all_true`."""
+    return _CERTAIN.get()
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,8 @@ def most_true(mask: torch.Tensor) -> int:
     values = known(mask)
     if values is not None:
         return int(values.count_nonzero())
+    if is_certain():
+        return mask.numel()
     held = facts(mask)
     found = held.found if held is not None and _is_mask(mask) else None
     if found is None:

@@ -31,7 +31,7 @@ from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
 from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
-from e2e.capture.possible_values import note
+from e2e.capture.possible_values import is_certain, note
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
@@ -550,7 +550,7 @@ class Recorder(TorchDispatchMode):
                 return result
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
-        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None:
+        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None and not is_certain():
             row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"

@@ -2,7 +2,7 @@
 its start, and those that it created are gone. A prediction must not lose a checkpoint.
 
 What it writes can be read again while it runs. Files of temporary folders and of caches are left to the program, and
-checkpoints (``torch.save``) are not written at all: their tensors have no values.
+of checkpoints (``torch.save``) only an empty file is there while it runs: their tensors have no values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
     :meth:`WrittenFiles.undo`.
     """
     files = WrittenFiles(folder, scratch)
-    open_file, make, save, load = io.open, os.mkdir, torch.save, torch.load
+    open_file, open_number, make, save, load = io.open, os.open, os.mkdir, torch.save, torch.load
     saved: dict[str, Any] = {}
     remove, rename, tree = os.remove, os.rename, shutil.rmtree
     numpy = import_module("numpy")
@@ -90,6 +90,14 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return open_file(files.place(file, bool(_WRITING & set(mode))), mode, *args, **kwargs)
+
+    def created(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        number = open_number(path, flags, *args, **kwargs)
+        if flags & os.O_CREAT and flags & os.O_EXCL and not kwargs.get("dir_fd"):  # as in ``tempfile``
+            name = os.path.abspath(os.fspath(path))
+            if files.protects(name):
+                files.made.add(name)
+        return number
 
     def made(path: Any, *args: Any, **kwargs: Any) -> None:
         make(path, *args, **kwargs)
@@ -118,8 +126,13 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
             shutil.copyfile(files.place(src), files.place(dst, writing=True))
         else:
             rename(src, dst, *args, **kwargs)
-            if files.protects(os.path.abspath(os.fspath(dst))):
-                files.made.add(os.path.abspath(os.fspath(dst)))
+            source, target = (os.path.abspath(os.fspath(path)) for path in (src, dst))
+            for inside in [name for name in list(files.made) if name.startswith(source + os.sep)]:
+                files.made.add(target + inside[len(source) :])
+            for inside in [name for name in list(saved) if name == source or name.startswith(source + os.sep)]:
+                saved[target + inside[len(source) :]] = saved.pop(inside)
+            if files.protects(target) or source in files.made:
+                files.made.add(target)
 
     def emptied(path: Any, *args: Any, **kwargs: Any) -> None:
         if not is_kept(path):
@@ -128,7 +141,11 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
     def keep(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, (str, os.PathLike)):
             note(f"{script_line()} writes {os.fspath(f)}: not written")
-            saved[os.path.abspath(os.fspath(f))] = obj
+            name = os.path.abspath(os.fspath(f))
+            saved[name] = obj
+            if not os.path.exists(name):
+                with suppress(OSError), open_file(name, "xb"):  # programs look whether it is there
+                    files.made.add(name)
         else:
             save(obj, f, *args, **kwargs)
 
@@ -138,7 +155,8 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
 
     with ExitStack() as stack:
         for target, name, value in (
-            (builtins, "open", opened), (io, "open", opened), (os, "mkdir", made), (os, "remove", removed),
+            (builtins, "open", opened), (io, "open", opened), (os, "open", created), (os, "mkdir", made),
+            (os, "remove", removed),
             (os, "unlink", removed), (os, "rename", renamed), (os, "replace", renamed), (shutil, "rmtree", emptied),
             (torch, "save", keep), (torch, "load", fetch), (numpy.memmap, "__new__", staticmethod(mapped)),
         ):  # fmt: skip

@@ -37,7 +37,9 @@ def data_parallel_patches(recorder: Recorder, in_job: Callable[[], bool]) -> Ite
     # Length of this GPU's part -> that of the batch.
     lengths: dict[int, int] = {}
 
-    def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, output: Any = None, dim: int = 0) -> None:
+    def construct(
+        self: Any, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    ) -> None:
         count = len(device_ids) if device_ids else torch.cuda.device_count()
         if count > 1 and in_job():
             raise ModelError(
@@ -46,7 +48,7 @@ def data_parallel_patches(recorder: Recorder, in_job: Callable[[], bool]) -> Ite
             )
         if count not in (1, gpus):
             raise ModelError(f"nn.DataParallel on {count} GPUs: give --gpus {count}")
-        construct_alone(self, module, [0], output, dim)
+        construct_alone(self, module, [0], output_device, dim)
         if count > 1:
             self.dim, self.output_device = dim, torch.cuda.current_device()
             self.device_ids = sorted(range(gpus), key=lambda gpu: gpu != self.output_device)
@@ -70,21 +72,21 @@ def data_parallel_patches(recorder: Recorder, in_job: Callable[[], bool]) -> Ite
         copies = list(_Copies.apply(links, *tensors)) if tensors else []
         return [[copy.detach() for copy in copies] if detach else copies] * gpus
 
-    def replicate(module: torch.nn.Module, devices: Any, detach: bool = False) -> list[torch.nn.Module]:
+    def replicate(network: torch.nn.Module, devices: Any, detach: bool = False) -> list[torch.nn.Module]:
         with Uncounted():
-            parts = [*module.modules(), *module.parameters(), *module.buffers()]
-            replicas = replicating.replicate(module, devices, detach)
+            parts = [*network.modules(), *network.parameters(), *network.buffers()]
+            replicas = replicating.replicate(network, devices, detach)
         recorder.functions += _FUNCTIONS_EACH * len(parts) * gpus
         return replicas  # type: ignore[no-any-return]
 
-    def run(replicas: Any, inputs: Any, named: Any = None, devices: Any = None) -> list[Any]:
-        recorder.paths = {**recorder.paths, **{id(part): path for path, part in replicas[0].named_modules()}}
+    def run(modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None) -> list[Any]:
+        recorder.paths = {**recorder.paths, **{id(part): path for path, part in modules[0].named_modules()}}
         begin, before = recorder.recorded, recorder.functions
-        output = replicas[0](*inputs[0], **(named[0] if named else {}))
+        output = modules[0](*inputs[0], **(kwargs_tup[0] if kwargs_tup else {}))
         for row in recorder.records(begin, recorder.recorded):
-            row["functions"] += (len(replicas) - 1) * (row["functions"] - before)
+            row["functions"] += (len(modules) - 1) * (row["functions"] - before)
             before = 0
-        return [output] * len(replicas)
+        return [output] * len(modules)
 
     def gather(device: Any, dim: int, *outputs: torch.Tensor) -> Any:
         output = outputs[0].view(1) if outputs[0].dim() == 0 else outputs[0]

@@ -21,12 +21,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.modules._functions import SyncBatchNorm
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.distributed.data_parallel import data_parallel_patches
 from e2e.capture.environment import on_gpu
 from e2e.capture.imports import Patches, patched_imports
+from e2e.capture.possible_values import all_true
 from e2e.capture.python_calls import uncounted
 from e2e.capture.recorder import Recorder
 
@@ -134,15 +136,21 @@ def patched_libraries(recorder: Recorder) -> Iterator[None]:
     """Context in which the libraries of distributed jobs that a script imports run on tensors without memory.
 
     FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced; FSDP1's
-    comparison of memory by its address; the vote of pipeline stages; the state of DTensor's random numbers.
+    comparison of memory by its address; the plan of a distributed checkpoint; the vote of pipeline stages; the state of
+    DTensor's random numbers.
     """
-    patches: dict[str, Patches] = {
+    with patched_imports(library_patches(recorder)):
+        yield
+
+
+def library_patches(recorder: Recorder) -> dict[str, Patches]:
+    """Return the patches of each library, by its name."""
+    return {
         "torch.distributed.fsdp": lambda fsdp: (*_fsdp1_patches(recorder), *_fsdp2_patches(recorder)),
+        "torch.distributed.checkpoint": _checkpoint_patches,
         "torch.distributed.pipelining": _pipeline_patches,
         "torch.distributed.tensor": _tensor_patches,
     }
-    with patched_imports(patches):
-        yield
 
 
 def _fsdp2_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
@@ -167,6 +175,11 @@ def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield params, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     for name in ("_free_storage", "_alloc_storage"):
         yield params, name, _resized(recorder, getattr(params, name))
+
+
+def _checkpoint_patches(checkpoint: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch of the check that the parts of all ranks fill their tensors: here all have this rank's part."""
+    yield checkpoint.default_planner, "_validate_global_plan", lambda global_plan, metadata: []
 
 
 def _pipeline_patches(pipelining: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -194,10 +207,10 @@ def _filled_in_place(infer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
     (``nn.init.uniform_``) need no result: PyTorch would draw them on the GPU.
     """
 
-    def inferred(self: Any, schema: Any) -> Any:
-        if schema.op._schema.is_mutable and torch.Tag.nondeterministic_seeded in schema.op.tags:
-            return schema.args_spec[0].tensor_meta
-        return infer(self, schema)
+    def inferred(self: Any, op_schema: Any) -> Any:
+        if op_schema.op._schema.is_mutable and torch.Tag.nondeterministic_seeded in op_schema.op.tags:
+            return op_schema.args_spec[0].tensor_meta
+        return infer(self, op_schema)
 
     return inferred
 
@@ -212,8 +225,8 @@ def _without_offload(construct: Callable[..., None]) -> Callable[..., None]:
     return functools.wraps(construct)(checked)
 
 
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 class _Chunks:
@@ -258,9 +271,9 @@ def resized(recorder: Recorder) -> Callable[[torch.Tensor, int], None]:
 
 
 def _resized(recorder: Recorder, function: Callable[..., None]) -> Callable[..., None]:
-    def resize(tensor: torch.Tensor, *size: Any) -> None:
+    def resize(tensor: torch.Tensor, *size: Any, **named: Any) -> None:
         before = tensor.untyped_storage().size()
-        function(tensor, *size)
+        function(tensor, *size, **named)
         after = tensor.untyped_storage().size()
         if before and not after:
             recorder.convert.identities.emptied(tensor)
@@ -317,6 +330,8 @@ def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox, *, launch
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, place.environment() if launched else {}))
         stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # changed by the next line
+        # Called where the environment asks for it (TORCH_DIST_INIT_BARRIER); the store is of this process alone.
+        stack.enter_context(patch.object(c10d, "_store_based_barrier", lambda *args, **kwargs: None))
         dist.init_process_group("fake", rank=place.rank, world_size=place.world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         for target, name, value in _patches(place, recorder, mailbox):
@@ -331,6 +346,7 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
+    yield SyncBatchNorm, "forward", staticmethod(_with_inputs_everywhere(SyncBatchNorm.forward))
     if place.world_size > 1:
         yield from data_parallel_patches(recorder, dist.is_initialized)
 
@@ -348,12 +364,12 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         if backend and ":" in backend:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too
 
-    def barrier(group: Any = None, async_op: bool = False, **more: Any) -> Any:
+    def barrier(group: Any = None, async_op: bool = False, *args: Any, **more: Any) -> Any:
         return recorder.communication.barrier(group or c10d._get_default_group(), async_op)
 
-    def in_batch(operations: list[Any]) -> list[Any]:
+    def in_batch(p2p_op_list: list[Any]) -> list[Any]:
         with recorder.communication.batch():
-            works = [_start(operation) for operation in operations]
+            works = [_start(operation) for operation in p2p_op_list]
         return [work for work in works if work is not None]
 
     new_group = dist.new_group
@@ -365,8 +381,6 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return made
 
     yield dist, "get_backend", lambda group=None: names[-1]
-    # Called where the environment asks for it (TORCH_DIST_INIT_BARRIER); the store is of this process alone.
-    yield c10d, "_store_based_barrier", lambda *args, **kwargs: None
     yield c10d, "_set_pg_timeout", lambda timeout, group=None: None
     made = AsyncCollectiveTensor.__new__
 
@@ -383,6 +397,16 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         yield module, "monitored_barrier", lambda group=None, timeout=None, wait_all_ranks=False: barrier(group)
         yield module, "batch_isend_irecv", in_batch
         yield module, "is_nccl_available", lambda: True
+
+
+def _with_inputs_everywhere(normalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``normalize``, by which ``SyncBatchNorm`` leaves out ranks without inputs: there are none."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with all_true():
+            return normalize(self, *args, **kwargs)
+
+    return forward
 
 
 def _start(operation: Any) -> Any:
@@ -409,27 +433,49 @@ def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, s
             return world_rank
         return dist.get_global_rank(group or c10d._get_default_group(), group_rank)
 
-    def send(objects: list[Any], dst: Any = None, group: Any = None, device: Any = None, **more: Any) -> None:
-        mailbox.post(place.rank, peer(group, dst, more.get("group_dst")), list(objects))
+    # Parameters have PyTorch's names, since programs give them by name.
+    def send(
+        object_list: list[Any],
+        dst: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        mailbox.post(place.rank, peer(group, dst, group_dst), list(object_list))
 
-    def receive(objects: list[Any], src: Any = None, group: Any = None, device: Any = None, **more: Any) -> int:
-        source = peer(group, src, more.get("group_src"))
-        objects[:] = mailbox.take(source, place.rank)
+    def receive(
+        object_list: list[Any],
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> int:
+        source = peer(group, src, group_src)
+        object_list[:] = mailbox.take(source, place.rank)
         return source
 
-    def gather_all(target: list[Any], item: Any, group: Any = None) -> None:
-        target[:] = [item] * len(target)
+    def gather_all(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
-    def gather(item: Any, target: list[Any] | None = None, dst: Any = None, group: Any = None, **more: Any) -> None:
-        if target is not None:
-            target[:] = [item] * len(target)
+    def gather(obj: Any, object_gather_list: list[Any] | None = None, *more: Any, **named: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def broadcast(objects: list[Any], src: Any = None, group: Any = None, *args: Any, **more: Any) -> None:
+    def broadcast(object_list: list[Any], *more: Any, **named: Any) -> None:
         return None
 
-    def scatter(target: list[Any], items: list[Any] | None = None, *args: Any, **more: Any) -> None:
-        if items:
-            target[0] = items[0]
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[0]
 
     for module in (dist, c10d):
         yield module, "send_object_list", send

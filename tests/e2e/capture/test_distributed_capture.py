@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.device_work import MemoryCopy
+from e2e.capture.distributed import world
+from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.possible_values import true_share
+from e2e.capture.recorder import Recorder
 from e2e.lowering import host_operators, unknown_operators
 from e2e.lowering.lower_trace import LoweredStep, lower_ranks
 from e2e.simulate.simulator import simulate_iterations
@@ -441,6 +449,13 @@ return norm, step"""
         ("all_gather", "default 0,1", (2 * 4 + 1) * FLOAT),
         ("all_reduce", "default 0,1", 2 * 4 * FLOAT),
     ]
+    for share in (1.0, 0.1):  # that ranks have inputs is no assumption
+        with true_share(share):
+            traces = capture_distributed(written(tmp_path, body), 4).traces
+        calls = [call for trace in traces for call in trace.calls]
+        assert not any(call.attributes.get("assumed") for call in calls)
+        (gathered,) = (call for call in calls if call.name == "aten::batch_norm_gather_stats_with_counts")
+        assert gathered.inputs[1].shape == (4, 4)
     assert not unknown_operators(rank)
     assert not meetings(lowered(written(tmp_path, body), 1).graph.ranks[0])
 
@@ -599,3 +614,69 @@ assert "gloo" in dist.get_backend()
 dist.new_group()
 return torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1, device="cuda"))"""
     lowered(written(tmp_path, body), 2)
+
+
+def test_a_barrier_that_the_shell_asks_for_needs_no_peers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    body = """dist.init_process_group("nccl")
+return torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1, device="cuda"))"""
+    lowered(written(tmp_path, body), 2)
+
+
+def test_objects_may_be_given_by_name(tmp_path):
+    body = """dist.init_process_group("nccl")
+found = [None] * 4
+dist.gather_object(obj=7, object_gather_list=found, dst=dist.get_rank())
+assert found == [7] * 4
+dist.all_gather_object(obj=8, object_list=found)
+assert found == [8] * 4
+dist.scatter_object_list(scatter_object_output_list=found, scatter_object_input_list=[1, 2, 3, 4], src=0)
+dist.broadcast_object_list(object_list=found, src=0)
+return torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1, device="cuda"))"""
+    lowered(written(tmp_path, body), 4, ranks=[0])
+
+
+def test_a_sharded_checkpoint_is_planned_though_the_other_ranks_have_no_parts(tmp_path):
+    body = f"""import torch.distributed.checkpoint
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+model = torch.nn.Linear(64, 64, device="cuda")
+fully_shard(model)
+dist.checkpoint.save(model.state_dict(), checkpoint_id="{tmp_path}/saved")
+return model, lambda: model(torch.randn(8, 64, device="cuda")).sum().backward()"""
+    lowered(written(tmp_path, body), 4)
+
+
+def test_stand_ins_take_the_parameters_of_the_originals_by_place_and_by_name():
+    modules = [import_module(f"torch.distributed.{name}") for name in ("fsdp", "checkpoint", "pipelining", "tensor")]
+    recorder, place = Recorder({}), world.RankPlace(0, 4)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        patches = [*world._patches(place, recorder, Mailbox())]
+        for module, patched in zip(modules, world.library_patches(recorder).values(), strict=True):
+            patches += patched(module)
+        compared = Counter(takes(value, getattr(owner, name)) for owner, name, value in patches)
+    finally:
+        dist.destroy_process_group()
+    assert set(compared) <= {"", None} and compared[""] > 50, compared
+
+
+def takes(stand_in: Any, original: Any) -> str | None:
+    """What ``stand_in`` refuses that ``original`` takes; None if one is no function of Python."""
+    try:
+        wanted = inspect.signature(original).parameters.values()
+        taken = list(inspect.signature(stand_in).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = {each.kind for each in taken}
+    places = [each.name for each in taken if each.kind == each.POSITIONAL_OR_KEYWORD]
+    refused = []
+    for number, each in enumerate(wanted):
+        if each.kind == each.POSITIONAL_OR_KEYWORD:
+            if number < len(places) and number == 0 and {each.name, places[0]} <= {"self", "cls", "kind"}:
+                continue
+            if number >= len(places) and {each.VAR_POSITIONAL, each.VAR_KEYWORD} <= kinds:
+                continue
+            if places[number : number + 1] != [each.name]:
+                refused.append(each.name)
+    return f"{original.__qualname__}: {', '.join(refused)}" if refused else ""

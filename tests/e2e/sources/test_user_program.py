@@ -276,6 +276,7 @@ def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> 
 WRITER = """
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -291,6 +292,11 @@ shutil.rmtree("kept")
 assert tokens.sum() == 3
 os.replace("run/deep/new.txt", "best.txt")
 assert open("best.txt").read() == "new"
+os.makedirs("step-tmp/deep")
+torch.save({"step": 7}, "step-tmp/deep/state.pt")
+os.replace("step-tmp", "step")
+tempfile.mkstemp(dir="step")
+assert os.path.exists("step/deep/state.pt") and torch.load("step/deep/state.pt") == {"step": 7}
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
@@ -331,6 +337,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 state = torch.cuda.get_rng_state()
 torch.cuda.random.set_rng_state(state)
 torch.cuda.default_generators[0].set_state(state)
+torch.cuda.set_sync_debug_mode("warn")
+assert torch.cuda.get_sync_debug_mode() == 1
 os.chdir("/")
 if os.fork() == 0:
     os._exit(0)
