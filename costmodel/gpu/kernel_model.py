@@ -72,9 +72,9 @@ class KernelModel(CostModel):
         return adaptation_key(self._family_of(operator), dtype_of(operator))
 
     def is_learned(self, operator: AnyOperator) -> bool:
-        """True if tables of this GPU or of a relative hold kernels like ``operator``."""
+        """True if tables of this GPU or of a relative hold kernels like ``operator``, or what it follows."""
         family = self._family_of(operator)
-        return family.name in self._residuals and family.covers(operator)
+        return family.name in self._residuals and family.follows(operator)
 
     def feature_names(self, operator: AnyOperator) -> tuple[str, ...]:
         """Names of the features of the family of ``operator``, in order."""
@@ -140,8 +140,8 @@ class KernelModel(CostModel):
         own = analysis if self._own == self.machine else family.analyse(operators, self._own)
         dtypes = np.array([dtype_of(each) for each in operators])
         shifts, points = self._shifts(family, dtypes, own)
-        covered = [place for place, each in enumerate(operators) if family.covers(each)]
-        learned = covered if family.name in self._residuals else []
+        followed = [place for place, each in enumerate(operators) if family.follows(each)]
+        learned = followed if family.name in self._residuals else []
         estimates = self._analytic(family, operators, analysis, shifts, points)
         least = family.least(operators, self.machine)
         if family.name not in self._residuals:
@@ -186,7 +186,9 @@ class KernelModel(CostModel):
         features = seen.matrix()[places]
         known = fitted_on == self._name
         for place, row, *logs in zip(places, features, *residual.predict(features), strict=True):
-            outside = residual.outside(row)
+            outside = list(residual.outside(row))
+            if not family.covers(operators[place]):
+                outside.append("dtype")
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
                 notes["fitted_on"] = fitted_on

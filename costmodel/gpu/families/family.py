@@ -95,6 +95,10 @@ class Family(ABC, Generic[FamilyOperator]):
         """True if measurements of this family apply to ``operator`` (depends mainly on its dtype)."""
         return dtype_of(operator) == "float32"
 
+    def follows(self, operator: FamilyOperator) -> bool:
+        """True if what those measurements say of this family's analytic times holds for ``operator``."""
+        return self.covers(operator)
+
     def grade(self, operator: FamilyOperator) -> Grade:
         """Similarity of the measured kernels of this family to ``operator``: "measured" if it is one of them, "dtype"
         for the same kernels in another dtype, "kind" for another kind, "unknown" if it is unidentified.

@@ -23,6 +23,11 @@ operand once:
 with the factors of long rows and of long sums inverted from whole steps
 (:class:`~costmodel.gpu.families.family.InvertedShares`).
 
+**TF32** multiplies operands of four bytes at half the rate: an instruction takes the same bytes and the same cycles as
+one in 16 bits (``mma.m16n8k8`` for ``m16n8k16``, PTX ISA). So a product of depth k passes through shared memory, L2 and
+the tensor cores as one in 16 bits of depth 2 k does, with results of four instead of two bytes. Tables hold 16 bits
+only: what their residual says of that product holds for TF32 too, and rows are aligned by bytes.
+
 **8-bit products** with scales run at the 8-bit rate of the tensor cores, with operands of one byte and results of
 two. Scales of blocks are multiplied in between (the sums of 128 k are promoted to FP32 outside the tensor cores:
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2); the residual learned from the tables accounts for that. In the tables
@@ -361,7 +366,7 @@ class BatchedSimtGemm(Family[Gemm]):
 
 
 class TensorGemm(Family[Gemm]):
-    """Products in TF32, FP16 or BF16 on the tensor cores."""
+    """Products in TF32, FP16 or BF16 on the tensor cores. Features are those of 16 bits (:func:`_in_16_bits`)."""
 
     name = "gemm-tensor"
     axes = axes_of((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768), _WIDTHS, _WIDTHS)
@@ -370,12 +375,17 @@ class TensorGemm(Family[Gemm]):
         products = products_of(operators, machine)
         products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators))
         seconds, terms, features = analyse_products(products, TENSOR_TILES, machine)
+        if any(each.dtype == _TF32 for each in operators):
+            narrow = products_of([_in_16_bits(each) for each in operators], machine)
+            narrow = dataclasses.replace(narrow, rate=narrow.rate * _aligned_shares(operators))
+            features = analyse_products(narrow, TENSOR_TILES, machine)[2]
         more = accumulating_seconds(operators, machine)
         return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
 
     def sizes(self, operators: Sequence[Gemm]) -> np.ndarray:
         # A batched product has the work of one product of all its rows, and reads and writes no less.
-        return np.array([(each.batch * each.m, each.n, each.k) for each in operators], dtype=float).reshape(-1, 3)
+        narrow = [_in_16_bits(each) for each in operators]
+        return np.array([(each.batch * each.m, each.n, each.k) for each in narrow], dtype=float).reshape(-1, 3)
 
     def at_sizes(self, sizes: np.ndarray, machine: Machine) -> KernelAnalysis:
         m, n, k = sizes.T
@@ -387,22 +397,34 @@ class TensorGemm(Family[Gemm]):
     def from_lattice(self, operators: Sequence[Gemm], plain: np.ndarray, machine: Machine) -> np.ndarray:
         shares = _aligned_shares(operators)
         slower = np.ones(len(operators))
-        if (shares < 1).any():
-            dense = products_of(operators, machine)
-            skewed = dataclasses.replace(dense, rate=dense.rate * shares)
+        narrow = [_in_16_bits(each) for each in operators]
+        if (shares < 1).any() or narrow != list(operators):
+            dense, skewed = (products_of(each, machine) for each in (narrow, operators))
+            skewed = dataclasses.replace(skewed, rate=skewed.rate * shares)
             slower, plainly = (analyse_products(each, TENSOR_TILES, machine)[0] for each in (skewed, dense))
             slower = slower / plainly
         return np.asarray(plain * slower + accumulating_seconds(operators, machine))
 
     def covers(self, operator: Gemm) -> bool:
-        # Measured in BF16; FP16 runs the same kernels. TF32 does not.
+        # Measured in BF16; FP16 runs the same kernels.
         return operator.dtype in ("bfloat16", "float16") and operator.batch == 1
+
+    def follows(self, operator: Gemm) -> bool:
+        return self.covers(_in_16_bits(operator))
 
     def grade(self, operator: Gemm) -> Grade:
         return "measured" if self.covers(operator) else "dtype"
 
 
-# Share of the rate of 16-bit products whose rows begin at multiples of this many elements: 16-byte loads need 8, and
+_TF32 = "tf32"
+
+
+def _in_16_bits(operator: Gemm) -> Gemm:
+    """Product in 16 bits that does what ``operator`` does before it writes: ``operator`` itself unless it is TF32."""
+    return dataclasses.replace(operator, k=2 * operator.k, dtype=_GRID_DTYPE) if operator.dtype == _TF32 else operator
+
+
+# Share of the rate of products whose rows begin at multiples of this many times two bytes: 16-byte loads need 8, and
 # without them no kernel fills the tensor cores (NVIDIA, "Matrix Multiplication Background", section on alignment). From
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
@@ -410,12 +432,11 @@ _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
 
 
 def _alignment(operator: Gemm) -> int:
-    """Greatest common alignment, 1 to 8 elements, of the stored rows of both operands and of the output."""
-    if operator.dtype not in ("bfloat16", "float16"):
-        return 8
+    """Greatest common alignment, 1 to 8 times two bytes, of the stored rows of both operands and of the output."""
     first = operator.m if operator.transpose_a else operator.k
     second = operator.k if operator.transpose_b else operator.n
-    return math.gcd(first, second, operator.n, 8)
+    unit = element_bytes(operator.dtype) // element_bytes(_GRID_DTYPE)
+    return math.gcd(unit * math.gcd(first, second, operator.n), 8)
 
 
 def _aligned_shares(operators: Sequence[Gemm]) -> np.ndarray:

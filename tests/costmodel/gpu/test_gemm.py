@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.gemm import (
     ACCUMULATING_SHARE,
     BatchedSimtGemm,
@@ -110,3 +111,36 @@ def test_a_product_added_to_values_moves_more_and_takes_longer():
     assert between - before == pytest.approx((after - before) / 3, rel=1e-6)
     assert after - before == pytest.approx(ACCUMULATING_SHARE * 6 * results / 1703e9, rel=1e-6)
     assert 0.03 < after / before - 1 < 0.09, "5.8 % of SimuMax's table of this GPU"
+
+
+@pytest.mark.parametrize(("columns", "share"), [(50256, 1.0), (50258, 0.45), (50257, 0.4)])
+def test_rows_of_tf32_are_aligned_by_bytes(columns, share):
+    machine = load_machine("a100-sxm-80gb")
+    odd, even = (Gemm(1, 16384, each, 768, "tf32", transpose_b=True) for each in (columns, 50304))
+    computed = TensorGemm().analyse([odd, even], machine).terms["compute"]
+    assert computed[0] == pytest.approx(computed[1] / share, rel=2e-3)
+
+
+def test_tf32_follows_16_bits_of_twice_the_depth():
+    family, machine = TensorGemm(), load_machine("a100-sxm-80gb")
+    wide, narrow = Gemm(1, 4096, 2304, 768, "tf32"), Gemm(1, 4096, 2304, 1536, "bfloat16")
+    features = family.analyse([wide, narrow], machine).matrix()
+    assert features[0] == pytest.approx(features[1])
+    assert family.follows(wide) and not family.covers(wide)
+    assert not family.follows(dataclasses.replace(wide, batch=2))
+
+
+@pytest.mark.parametrize("name", ["a100-sxm-80gb", "h100-sxm", "a40"])
+def test_memory_bound_products_take_longer_in_tf32_than_in_16_bits(name):
+    """Layers of NCF: the tables in 16 bits show what the analytic time of such shapes lacks."""
+    model = gpu_cost_model(load_machine(name))
+    for n, k in ((256, 256), (256, 128), (64, 128), (128, 64)):
+        wide, narrow = model.estimate([Gemm(1, 1 << 20, n, k, each, transpose_b=True) for each in ("tf32", "float16")])
+        assert wide.seconds > 1.4 * narrow.seconds
+
+
+def test_what_was_measured_in_another_dtype_only_is_less_certain():
+    model = gpu_cost_model(load_machine("a100-sxm-80gb"))
+    wide, narrow = model.estimate([Gemm(1, 4096, 2304, 1024, "tf32"), Gemm(1, 4096, 2304, 2048, "float16")])
+    assert wide.upper / wide.lower > 1.3 * narrow.upper / narrow.lower
+    assert wide.breakdown["extrapolates"] == "dtype"
