@@ -221,7 +221,7 @@ class Elementwise(CountedWork):
 class Normalization(CountedWork):
     """Normalisation. ``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over
     ``rows`` = N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed. ``channels_last``:
-    memory layout of a batch of images.
+    memory layout of a batch of images. ``apart``: of one picture, as instance norm is computed, or of volumes.
     """
 
     kind: str
@@ -231,6 +231,8 @@ class Normalization(CountedWork):
     direction: Direction = "forward"
     training: bool = True
     channels_last: bool = False
+    # Not in the repr, whose checksum assigns the rows of a table to splits.
+    apart: bool = field(default=False, repr=False)
 
     @property
     def takes_statistics(self) -> bool:

@@ -28,6 +28,8 @@ takes at least its flops at the FP32 rate. In FP32 the gradient of grouped weigh
 takes, on every chip (ResNeXt-101 and SE-ResNeXt-101 in FP32 on V100, published by NVIDIA, are predicted 1 and 5 % too
 quick with it, 9 and 13 % without).
 
+**Volumes**: the products of their windows, with channels padded to 64 bytes and factors of their own.
+
 **Depthwise** convolutions use no tensor core:
 
     seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
@@ -292,7 +294,7 @@ _STEM_CHANNELS = 4  # most channels of an input that counts as pictures
 _DEPTHWISE_SHARE = 0.2
 # Classes of depthwise windows and of channels per group; the last includes all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
-TURNING, CHANNELWISE = "turning", "channelwise"
+TURNING, CHANNELWISE, VOLUME = "turning", "channelwise", "volume"
 # Widest groups of the networks on which factors are fitted (ResNeSt). Wider ones, such as StyleGAN's of a picture each,
 # fill tiles of their own: plain convolutions side by side.
 _WIDEST_FITTED = 256
@@ -303,6 +305,23 @@ _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 # less for up to 32; in NCHW as long for any width.
 _GROUPED_WIDTHS, _GROUPED_STEPS = (4, 8, 16, 32), (128, 256)
 _DIRECT_TILE, _DIRECT_NARROW, _DIRECT_NCHW, _DIRECT_SHARE = 128, 32, 8, 0.05
+# Three-dimensional convolutions of more than a point. A step of the loop of cuDNN's kernels takes 64 bytes of channels,
+# filled or not: 4 channels at 128^3 take as long as 32. Factors by class, from xwang233's times in FP16 on A100 and
+# V100 (GitHub, code-snippet, conv3d-channels-last, cuDNN 8.0.5: the 23 layers of a network at 128^3, forward and both
+# gradients together, in both layouts). Gradients of the data with a stride take three times what their products take,
+# about 15 passes over the gradient, on both chips, with windows of 2 and of 3. Turning costs more than pictures' does.
+_VOLUME_BYTES = 64
+_VOLUME_FACTORS = {
+    "volume forward": 0.86,
+    "volume data": 0.63,
+    "volume weight": 1.65,
+    "volume-strided forward": 1.18,
+    "volume-strided data": 3.0,
+    "volume-strided weight": 1.2,
+    "turning volume forward": 1.3,
+    "turning volume data": 1.1,
+    "turning volume weight": 1.1,
+}
 
 
 @dataclass(frozen=True)
@@ -329,8 +348,8 @@ class TensorConvolution(Family[AnyConvolution]):
     def analyse(self, operators: Sequence[AnyConvolution], machine: Machine) -> KernelAnalysis:
         shares = self._shares or inverted_shares()
         pieces = convolution_pieces(operators, machine)
-        factor = np.array([shares.factor(name) for name in pieces.names])
-        turning = np.array([shares.factor(name) for name in pieces.turned_names])
+        factor = np.array([_factor(shares, name) for name in pieces.names])
+        turning = np.array([_factor(shares, name) for name in pieces.turned_names])
         turned = turning * pieces.turned
         seconds = factor * pieces.kernel + turned + kernel_floor(machine)
         terms = {name: factor * column for name, column in pieces.terms.items()}
@@ -349,6 +368,11 @@ class TensorConvolution(Family[AnyConvolution]):
     def covers(self, operator: AnyConvolution) -> bool:
         """False: no table holds single kernels of these types."""
         return False
+
+
+def _factor(shares: InvertedShares, name: str) -> float:
+    """Factor of the class ``name``: that of volumes, which no step of ``shares`` has, or that of whole steps."""
+    return _VOLUME_FACTORS[name] if name in _VOLUME_FACTORS else shares.factor(name)
 
 
 def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) -> ConvolutionPieces:
@@ -387,13 +411,16 @@ def convolution_class(operator: AnyConvolution) -> str:
     conv = _forward(operator)
     kind = f"direct-{_next(conv.plane_channels // conv.groups, _WIDTHS)}" if _is_direct(operator) else _kind(conv)
     kind = CHANNELWISE if _is_own_gradient(operator) else kind
+    if kind.startswith(VOLUME):
+        return f"{kind} {_direction(operator)}"
     return f"{kind} {_direction(operator)} {layout_name(conv.channels_last)}"
 
 
 def turning_class(operator: AnyConvolution) -> str:
     """Class name of the kernels that transpose operands, by kind and direction."""
     conv = _forward(operator)
-    kind = "pointwise" if conv.kernel == (1, 1) and _depth(conv) == 1 else "spatial"
+    kind = "pointwise" if conv.kernel == (1, 1) else "spatial"
+    kind = VOLUME if conv.depth is not None else kind
     return f"{TURNING} {kind} {_direction(operator)}"
 
 
@@ -412,6 +439,8 @@ def _kind(conv: Conv2d) -> str:
     width = conv.plane_channels // conv.groups
     if conv.groups > 1 and width <= _WIDEST_FITTED:
         return f"grouped-{_next(width, _WIDTHS)}"
+    if conv.depth is not None and window > 1:
+        return f"{VOLUME}-strided" if conv.stride != (1, 1) else VOLUME
     if conv.plane_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
@@ -499,7 +528,8 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
     a tile.
     """
     conv = _forward(operator)
-    step = _ALIGNMENT_BYTES // element_bytes(conv.dtype)
+    volume = _kind(conv).startswith(VOLUME)
+    step = (_VOLUME_BYTES if volume else _ALIGNMENT_BYTES) // element_bytes(conv.dtype)
     pixels = conv.batch * conv.out_height * conv.out_width
     taps = conv.kernel[0] * conv.kernel[1] * _depth(conv)
     inputs = _multiple(conv.plane_channels // conv.groups, step)

@@ -44,7 +44,10 @@ def _batch_norm_record(context: Context, data: Tensor, direction: str, training:
     forward = direction == "forward"
     dtype = priced_dtype(data)
     last = is_channels_last(data.shape, context.stride(data))
-    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training, last)
+    apart = data.shape[0] == 1 or len(data.shape) == 5
+    return Normalization(
+        "batch_norm", rows, channels, dtype, "forward" if forward else "backward", training, last, apart
+    )
 
 
 def _row_norm(kind: str) -> Lowering:

@@ -173,6 +173,83 @@ def test_batch_norm_reads_again_in_training_and_gradients_read_both_twice():
     ]
 
 
+# Published in ms by xwang233 (GitHub, code-snippet). batchnorm3d-channels-last: one volume of 112^3.
+# conv3d-channels-last: two volumes (channels, extent, filters, window, stride), forward and both gradients together,
+# NCDHW and NDHWC.
+NORMS = {
+    "a100-sxm-40gb": {8: (0.808, 2.217), 64: (0.984, 2.863)},
+    "v100-sxm2-32gb": {8: (0.780, 2.048), 64: (1.110, 3.492)},
+}
+LAYERS = {
+    "a100-sxm-40gb": {
+        (4, 128, 32, 3, 1): ((3.639, 8.261), (2.910, 6.866)),
+        (32, 128, 32, 3, 1): ((3.858, 8.894), (2.812, 6.966)),
+        (32, 128, 64, 3, 2): ((1.195, 5.627), (0.532, 4.517)),
+        (32, 128, 64, 2, 2): ((1.082, 3.523), (0.428, 2.412)),
+        (128, 64, 64, 3, 1): ((1.583, 3.502), (1.225, 2.869)),
+        (256, 32, 128, 3, 1): ((0.623, 1.344), (0.530, 1.204)),
+    },
+    "v100-sxm2-16gb": {
+        (32, 128, 32, 3, 1): ((8.575, 19.555), (6.957, 16.683)),
+        (32, 128, 64, 3, 2): ((2.409, 8.173), (1.414, 6.464)),
+        (32, 128, 64, 2, 2): ((1.855, 5.449), (0.800, 4.605)),
+        (128, 64, 64, 3, 1): ((4.098, 9.245), (3.472, 8.175)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_few_large_channels_take_what_was_measured(name):
+    for channels, measured in NORMS[name].items():
+        norms = [
+            Normalization("batch_norm", 112**3, channels, "float16", each, apart=True)
+            for each in ("forward", "backward")
+        ]
+        found = ImageKernels().analyse(norms, load_machine(name)).seconds * 1e3
+        assert np.abs(np.log(found / measured)).max() < 0.2
+        last = ImageKernels().analyse([replace(each, channels_last=True) for each in norms], load_machine(name)).seconds
+        assert channels > 8 or (last * 1e3 < found / 5).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolutions_of_volumes_take_what_was_measured(name, channels_last):
+    machine = load_machine(name)
+    for (channels, extent, filters, window, stride), measured in LAYERS[name].items():
+        out, around = extent // stride, (window - 1) // 2
+        conv = Conv2d(
+            2 * out,
+            channels * window,
+            extent,
+            extent,
+            filters,
+            (window, window),
+            (stride, stride),
+            padding=(around,) * 4,
+            dtype="float16",
+            channels_last=channels_last,
+            depth=(window, 2 * extent),
+        )
+        each = [conv, ConvolutionBackward(conv, "data"), ConvolutionBackward(conv, "weight")]
+        forward, data, weight = TensorConvolution().analyse(each, machine).seconds * 1e3
+        # The measured ones add a bias, and sum its gradient: at most the bytes of the result three times.
+        bias = 3 * conv.output_bytes / dram_bandwidth(machine) * 1e3 / 2
+        errors = np.log(np.array([forward + bias, data + weight + bias / 2]) / measured[channels_last])
+        assert np.abs(errors).max() < 0.26, (channels, extent, filters, window, stride)
+
+
+def test_four_channels_of_a_volume_fill_as_much_as_thirty_two():
+    def volume(channels: int, depth: tuple[int, int] | None) -> Conv2d:
+        window = 1 if depth is None else depth[0]
+        planes = 256
+        return Conv2d(planes, channels * window, 128, 128, 32, (3, 3), padding=(1,) * 4, dtype="float16", depth=depth)
+
+    pieces = convolution_pieces([volume(4, (3, 256)), volume(32, (3, 256)), volume(4, None), volume(32, None)], A100)
+    compute = pieces.terms["compute"]
+    assert compute[0] == compute[1] and compute[2] < compute[3] / 2
+    assert pieces.names == ["volume forward", "volume forward", "stem forward nchw", "spatial forward nchw"]
+
+
 def test_a_factor_of_pooling_leaves_the_launch_alone():
     pool = Pooling("max", 64, 64, 112, 112, 56, 56, (3, 3), "float16")
     plain = ImageKernels(ONE).analyse([pool], A100).seconds[0]

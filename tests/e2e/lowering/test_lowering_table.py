@@ -171,6 +171,11 @@ def test_normalisations():
     assert records("aten::cudnn_batch_norm", norm, (out(2, 8, 4, 4),)) == [
         Normalization("batch_norm", 32, 8, training=False)
     ]
+    # Instance norm is batch norm of one picture; volumes have few channels too.
+    for shape in ((1, 16, 4, 4), (2, 8, 4, 4, 4)):
+        norm = (t(*shape), *(t(shape[1]) for _ in range(4)), True, 0.1, 1e-5)
+        (record,) = records("aten::cudnn_batch_norm", norm, (out(*shape),))
+        assert isinstance(record, Normalization) and record.apart
 
 
 def test_softmax_over_any_dimension():
