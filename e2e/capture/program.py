@@ -71,7 +71,7 @@ MOST_WARMING = 24
 WARMING_STEPS = 2
 # Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
 MOST_UNSTEPPED = 16
-# A step with more backward passes is told if it has this many times the operators of the one that is taken.
+# A step with more backward passes is told if it has this many times the work of the one that is taken.
 _MORE_WORK = 1.05
 # Most steps of an optimizer that differ in turn, such as those with and without a penalty, and are taken as one.
 MOST_IN_TURN = 4
@@ -314,8 +314,8 @@ class StepFinder:
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
         most, taken = max(self.backward, default=0), self.backward[number - 1] if self.backward else 0
-        more = len(self.richest.calls) if self.richest is not None else 0
-        if most > taken and more > _MORE_WORK * len(step.calls):
+        more = 0 if most <= taken or self.richest is None else work_of(self.richest.calls).elements.total()
+        if more and more > _MORE_WORK * work_of(step.calls).elements.total():
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
         else:
