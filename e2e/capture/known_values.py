@@ -26,14 +26,14 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
     if held is None:
         return None
     values, version = held
-    return values if version == _version(tensor) else None
+    return values if version == version_of(tensor) else None
 
 
 def know(tensor: torch.Tensor, values: torch.Tensor, viewed: torch.Tensor | None = None) -> None:
     """Set the known values of ``tensor``, valid until it is written; ``viewed``: the tensor of which it will be a view,
     whose counter of writes it then shares.
     """
-    version = _version(tensor if viewed is None else viewed)
+    version = version_of(tensor if viewed is None else viewed)
     if version is not None and tensor.device.type == "meta" and values.numel() <= LIMIT:
         setattr(tensor, _PLACE, (values, version))
 
@@ -109,7 +109,7 @@ def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     found: list[bool] = []
     values = [_on_cpu(argument, found) for argument in args]
     named = {name: _on_cpu(argument, found) for name, argument in kwargs.items()}
-    version = _version(result)
+    version = version_of(result)
     if not found or not all(found) or version is None:
         return
     values[0] = values[0].clone()
@@ -157,7 +157,8 @@ def _is_host_number(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dim() == 0
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return how often ``tensor`` was written; None in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
 
 

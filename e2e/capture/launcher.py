@@ -171,10 +171,10 @@ def _last_number(words: Sequence[str], names: Sequence[str]) -> int | None:
 
 def _of_shell(words: list[str], folder: Path) -> Launch:
     """Parse the one command of ``sh -c``; of a script and of several commands, raise ``InputError`` that shows them."""
-    options = [word for word in words[1:] if word.startswith("-")]
     plain = [word for word in words if not word.startswith("-")]
-    given = any(option.endswith("c") for option in options) and len(plain) > 1
-    name = plain[0] if plain[0].endswith(".sh") or len(plain) == 1 else plain[1]
+    own = plain[0].endswith(".sh") or len(plain) == 1
+    given = not own and re.fullmatch(r"-[a-z]*c", words[words.index(plain[1]) - 1]) is not None
+    name = plain[0] if own else plain[1]
     if not given and not (folder / name).is_file():
         raise InputError(f"{shlex.join(words)}: no such shell script; give the command as it is started")
     text = plain[1] if given else (folder / name).read_text(encoding="utf-8", errors="replace")
@@ -189,7 +189,7 @@ def _of_shell(words: list[str], folder: Path) -> Launch:
 
 
 def _listed(devices: str) -> int | None:
-    """Return how many GPUs ``CUDA_VISIBLE_DEVICES`` lists, or None if it says nothing."""
+    """Return how many GPUs a list such as that of ``CUDA_VISIBLE_DEVICES`` has, or None if it is empty."""
     return len([each for each in devices.split(",") if each.strip()]) or None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from e2e.capture.known_values import LIMIT, known
+from e2e.capture.known_values import LIMIT, known, version_of
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ class Facts:
 def facts(tensor: torch.Tensor) -> Facts | None:
     """Return what is known of ``tensor`` now."""
     held: Facts | None = getattr(tensor, _FACTS, None)
-    return held if held is not None and held.version == _version(tensor) else None
+    return held if held is not None and held.version == version_of(tensor) else None
 
 
 def most_true(mask: torch.Tensor) -> int:
@@ -146,7 +146,7 @@ def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any)
     args = (*args, *(kwargs.get(each.name, each.default_value) for each in rest))
     for tensor, found in rule(func, args, result):
         # A view shares its counter of writes with what it views, a write is counted at the end of its call.
-        counted = _version(args[0] if func.is_view else tensor)
+        counted = version_of(args[0] if func.is_view else tensor)
         if found is not None and counted is not None and tensor.device.type == "meta":
             setattr(tensor, _FACTS, replace(found, version=counted + func._schema.is_mutable))
 
@@ -269,7 +269,7 @@ def _compare(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
             if fewer < result.numel():
                 yield result, Facts(0, found=(Some(fewer),))
         return
-    version = _version(tensor)
+    version = version_of(tensor)
     if version is not None and not math.isnan(other):
         found = _compared(_contents(tensor), _WANTED[func](other), _is_whole(tensor))
         yield result, Facts(0, found=found, source=weakref.ref(tensor), at=version)
@@ -335,7 +335,7 @@ def _together(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
 def _same(func: Any, args: Sequence[Any], result: Any) -> _Noted:
     """Keep what is known of all elements, in another shape or type, or of a part of them."""
     tensor = args[0]
-    held, version = facts(tensor), _version(tensor)
+    held, version = facts(tensor), version_of(tensor)
     if held is None:
         return
     for each in result if isinstance(result, (tuple, list)) else (result,):
@@ -363,7 +363,7 @@ def _part(held: Facts, tensor: torch.Tensor, part: torch.Tensor) -> Facts:
 def _places(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
     """Note for the places found of a mask what the compared tensor has there."""
     mask = args[0]
-    held, version = facts(mask), _version(mask)
+    held, version = facts(mask), version_of(mask)
     if mask.dim() != 1 or version is None:
         return
     if held is None or held.found is None:
@@ -382,7 +382,12 @@ def _gather(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
         return
     held, places = facts(tensor), facts(index)
     part = Facts(0) if held is None else _part(held, tensor, result)
-    if places is not None and places.source is not None and places.source() is tensor and places.at == _version(tensor):
+    if (
+        places is not None
+        and places.source is not None
+        and places.source() is tensor
+        and places.at == version_of(tensor)
+    ):
         part = replace(part, contents=places.found)
     elif held is None and known(tensor) is not None:
         part = _part(Facts(0, contents=_contents(tensor)), tensor, result)
@@ -497,10 +502,6 @@ def _is_mask(tensor: Any) -> bool:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _others(value: float) -> Bounds:

@@ -166,7 +166,7 @@ class StepFinder:
     step: RecordedStep = RecordedStep()
     different: list[RecordedStep] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    # Backward passes of each of them, and the first step with the most; None if the step that is taken has as many.
+    # Backward passes of each of them, and the first step with the most; None if the taken step has as much work.
     backward: list[int] = field(default_factory=list)
     richest: RecordedStep | None = None
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
@@ -314,8 +314,8 @@ class StepFinder:
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
         most, taken = max(self.backward, default=0), self.backward[number - 1] if self.backward else 0
-        more = 0 if most <= taken or self.richest is None else work_of(self.richest.calls).elements.total()
-        if more and more > _MORE_WORK * work_of(step.calls).elements.total():
+        rich = self.richest.calls if most > taken and self.richest is not None else ()
+        if rich and work_of(rich).elements.total() > _MORE_WORK * work_of(step.calls).elements.total():
             other = f"step {self.backward.index(most) + 1} had {most} backward passes, this one {taken}"
             told += f"; {other}: what is not done in every step is left out"
         else:

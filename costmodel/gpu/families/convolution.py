@@ -182,13 +182,13 @@ def _implicit(
 def _slowed(implicit: Triple, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> Triple:
     """``implicit``, where gradients of grouped weights in FP32 take at least what the direct kernel takes."""
     seconds, terms, features = implicit
-    grouped = [_direction(each) == "weight" and _forward(each).groups > 1 for each in operators]
-    direct = np.array(
-        [
-            _direct_seconds(_forward(each), machine) if apart and each.dtype == "float32" else 0.0
-            for each, apart in zip(operators, grouped, strict=True)
-        ]
-    )
+
+    def at_least(operator: Conv2d | ConvolutionBackward) -> float:
+        conv = _forward(operator)
+        slow = conv.groups > 1 and _direction(operator) == "weight" and conv.dtype == "float32"
+        return _direct_seconds(conv, machine) if slow else 0.0
+
+    direct = np.array([at_least(each) for each in operators])
     slower = direct + kernel_floor(machine) > seconds
     terms = {**terms, "compute": np.where(slower, direct, terms["compute"])}
     return np.where(slower, direct + kernel_floor(machine), seconds), terms, features

@@ -86,6 +86,8 @@ def test_ranks_of_slurm_and_of_open_mpi_are_told_by_their_own_variables(folder: 
         ("nohup julia train.jl", "names no program"),
         ("bash train.sh 8", r"train.sh is a shell script.*: torchrun --nproc_per_node=\$1 train.py --lr 1$"),
         ("./train.sh", r"train.sh is a shell script"),
+        ("bash train.sh -c model.yaml", r"train.sh is a shell script"),
+        ("./train.sh -c model.yaml", r"train.sh is a shell script"),
         ("torchrun --nproc-per-node 4", "torchrun: "),
         ("torchrun --nproc-per-node xpu train.py", "expected a number of GPUs"),
         ("fabric run --devices auto train.py", "expected a number of GPUs"),
