@@ -142,11 +142,11 @@ def _starts_program(word: str) -> bool:
 
 
 def _wrapped(words: list[str], folder: Path) -> Launch:
-    """Parse a command behind one that starts it; the ranks of ``srun`` and ``mpirun`` are its processes."""
+    """Parse a command that another one starts; ``srun`` and ``mpirun`` also say how many processes it has."""
     name = os.path.basename(words[0])
     place = next((place for place in range(1, len(words)) if _starts_program(words[place])), None)
     if place is None:
-        raise InputError(f"{shlex.join(words)}: names no program; give the command that it starts")
+        raise InputError(f"{shlex.join(words)}: names no program; give the command that trains")
     launch = _parsed(words[place:], folder)
     if name not in _JOB_LAUNCHERS:
         return launch
@@ -170,13 +170,13 @@ def _last_number(words: Sequence[str], names: Sequence[str]) -> int | None:
 
 
 def _of_shell(words: list[str], folder: Path) -> Launch:
-    """Parse the one command of ``sh -c``; of a script and of several commands, raise ``InputError`` that shows them."""
+    """Parse the command of ``sh -c``; for a script, or several commands, raise an ``InputError`` that shows them."""
     plain = [word for word in words if not word.startswith("-")]
     own = plain[0].endswith(".sh") or len(plain) == 1
     given = not own and re.fullmatch(r"-[a-z]*c", words[words.index(plain[1]) - 1]) is not None
     name = plain[0] if own else plain[1]
     if not given and not (folder / name).is_file():
-        raise InputError(f"{shlex.join(words)}: no such shell script; give the command as it is started")
+        raise InputError(f"{shlex.join(words)}: there is no such shell script; give the command that trains")
     text = plain[1] if given else (folder / name).read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     commands = [each.strip() for line in lines if not line.startswith("#") for each in re.split(r"&&|;", line)]
@@ -185,7 +185,7 @@ def _of_shell(words: list[str], folder: Path) -> Launch:
         return _parsed(shlex.split(found[0]), folder)
     what = "several commands of a shell" if given else f"{name} is a shell script"
     shown = "  or  ".join(found[-_SHOWN_COMMANDS:]) or "none was found"
-    raise InputError(f"{what}: give the command in it that trains, with its variables filled in: {shown}")
+    raise InputError(f"{what}: give only the command that trains, with all variables filled in: {shown}")
 
 
 def _listed(devices: str) -> int | None:

@@ -1,14 +1,16 @@
 """What elements of tensors can be where the data is not known: how many of them a mask can find.
 
 Detectors label boxes by comparison with data, draw a sample of at most so many positive and negative ones, and later
-select "all positive ones" of the sample. Each selection alone could find everything; together they cannot. So a tensor
-may have *contents*: groups of at most so many elements, in no order, each within bounds (:class:`Some`). A comparison
-with a number finds those groups that can fulfil it; the places that ``nonzero`` finds of a mask remember the compared
-tensor and what it has there, so ``labels[places]`` has these contents; ``cat``, samples of places, and writes of a
-number at some places keep account, until a tensor is written otherwise (by its version counter).
+select "all positive ones" of the sample. Each of these selections could find everything, but not both of them. So a
+tensor may have *contents*: groups of at most so many elements, in no order, each within bounds (:class:`Some`). A
+comparison with a number finds those groups that can fulfil it. What ``nonzero`` returns for a mask remembers which
+tensor was compared and its groups there, so ``labels[places]`` has these contents. ``cat``, samples of places and
+writes of a number at some places change the groups; any other write, which the tensor's counter of writes shows, makes
+the tensor unknown again.
 
-Where both answers are possible, a comparison is true everywhere, or for the share of :func:`true_share`. Of whole
-numbers in known bounds, such as the level of each box or the expert of each token, every one is as frequent.
+A comparison that may be true or false is taken as true everywhere, or for the share of :func:`true_share`. Whole
+numbers in known bounds, such as the level of each box or the expert of each token, are taken as equally frequent
+instead.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Some:
-    """At most ``most`` elements with values within ``bounds``; those found by a comparison are of the ``group`` of this
-    number in the contents of the compared tensor.
+    """At most ``most`` elements with values within ``bounds``. ``group``: which of the compared tensor's groups they are
+    of (its place in the contents), if a comparison found them; else -1.
     """
 
     most: int
@@ -104,9 +106,9 @@ Groups = tuple[Some, ...]
 @dataclass(frozen=True)
 class Facts:
     """What is known of a tensor at its ``version``. ``contents``: groups that all its elements belong to, or None;
-    ``found``: groups of elements of ``source`` (at its version ``at``) at the places where this mask is true, or at
-    those in this list of places; ``source`` is None if the groups are of no single tensor. ``possible``: where a mask
-    is true at all, on the CPU.
+    ``found``, of a mask or of a list of places: the groups of ``source`` (at its version ``at``) that it selects;
+    ``source`` is None if they are of no single tensor. ``possible``: a mask on the CPU that is true where this mask may
+    be true.
     """
 
     version: int
