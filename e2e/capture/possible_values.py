@@ -91,8 +91,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Some:
-    """At most ``most`` elements with values within ``bounds``. ``group``: which of the compared tensor's groups they are
-    of (its place in the contents), if a comparison found them; else -1.
+    """At most ``most`` elements with values within ``bounds``. ``group``: place of their group in the contents of the
+    compared tensor, if a comparison found them; else -1.
     """
 
     most: int
