@@ -12,7 +12,7 @@ from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import CriticalPath, Segment, task_family
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.explain.predictor import Setting, predict_graph
-from e2e.price.speed_band import StepErrors
+from e2e.price.speed_band import CONVOLUTIONS, StepErrors
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import Duration, Kernel
 from tests.e2e.drawn_graphs import Drawing, together
@@ -127,6 +127,19 @@ def test_what_did_not_teach_errs_as_by_itself():
         for other in ("Softmax", family("aten::_scaled_mm", "float8").replace("Gemm", "ScaledGemm"), "all_to_all")
     )
     assert dense.residual < scaled.residual < experts.residual and dense.kept == scaled.kept == experts.kept
+
+
+def test_steps_of_convolutions_are_known_less_well():
+    """Convolutions widen a step by their fraction of its multiplications, whatever their kernels' own intervals."""
+    learned = StepErrors(0.05, 0.2, ("Gemm", "Elementwise"))
+    images, mixed, dense = (
+        learned.in_step({"Gemm": gemm, "Conv2d": (8.0 - gemm) / 3, "ConvolutionBackward": (8.0 - gemm) * 2 / 3}, 10.0)
+        for gemm in (0.0, 4.0, 8.0)
+    )
+    assert images.residual == pytest.approx(0.8 * CONVOLUTIONS) and dense.residual == pytest.approx(0.8 * 0.05)
+    assert mixed.residual == pytest.approx((images.residual + dense.residual) / 2)
+    others = {"Conv2d": 2.0, "Elementwise": 8.0}
+    assert learned.in_step(others, 10.0).residual == pytest.approx(CONVOLUTIONS)
 
 
 def test_an_interval_is_never_narrower_for_knowing_less():
