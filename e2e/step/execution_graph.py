@@ -205,7 +205,7 @@ class CallInfo:
     module: str = ""
     # Number of tensors in its lists, if it takes lists (foreach and fused optimizers).
     tensors: int = 0
-    # Number of tensors the optimizer collected before this call, if it is the first such call of an optimizer step.
+    # Number of tensors the optimizer collected before this call, if it is the first of a parameter group.
     gathered: int = 0
     # True in a forward pass that runs again inside the backward pass (activation checkpointing of a script).
     recomputed: bool = False

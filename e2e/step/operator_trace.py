@@ -375,17 +375,19 @@ def list_length(call: OperatorCall) -> int:
 
 
 def gathering_calls(calls: Sequence[OperatorCall], phases: Sequence[str]) -> dict[int, int]:
-    """Return id -> number of tensors for the first call with tensor lists in each run of the optimizer.
+    """Return id -> number of tensors for the first call with tensor lists of each parameter group, by list length, in
+    each run of the optimizer.
 
     ``phases``: phases of ``calls``, in the same order.
     """
     found: dict[int, int] = {}
-    gathered = False
+    gathered: set[int] = set()
     for call, phase in zip(calls, phases, strict=True):
         if phase != "optimizer":
-            gathered = False
-        elif not gathered and (length := list_length(call)):
-            found[call.id], gathered = length, True
+            gathered.clear()
+        elif (length := list_length(call)) and length not in gathered:
+            gathered.add(length)
+            found[call.id] = length
     return found
 
 

@@ -8,8 +8,16 @@ import pytest
 
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.pricing import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS, price
+from e2e.price.pricing import (
+    GATHERING_SECONDS,
+    GATHERING_SHARE,
+    RECORDED_TENSORS,
+    TENSOR_SECONDS,
+    HostPrices,
+    price,
+)
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
+from e2e.step.operator_trace import OPTIMIZER_STEP
 
 ADD, PRODUCT = Elementwise("add", 100), Gemm(1, 10, 10, 10)
 
@@ -35,7 +43,9 @@ class Table:
 
     SECONDS = {"T1": 0.1, "T2": 0.2, "T3": 0.3, "T4": 0.4, "T5": 0.5, "whole": 5.0}
     level = 2.0
-    factor = 1.5
+
+    def __init__(self, factor=1.5):
+        self.factor = factor
 
     def seconds(self, kind, name, records=None):
         return self.SECONDS[kind]
@@ -76,27 +86,38 @@ def test_missing_durations_are_filled_in_and_measured_ones_stay():
     assert seconds == [0.1, 0.2, 0.4, 0.3, 0.1, 5.0, 0.1, 0.2, 0.4, 0.5, 0.4, 0.3, 0.4]
 
 
-def test_lists_of_tensors_take_the_host_longer_the_longer_they_are():
-    """T1: what the optimizer gathers, once, beyond what tables know of; T2: each call's own lists; both at the host's
-    level (2, of the toy).
+@pytest.mark.parametrize("factor, counted", [(1.5, RECORDED_TENSORS + 100), (1.0, 100)])
+def test_lists_of_tensors_take_the_host_longer_the_longer_they_are(factor, counted):
+    """T1: what the optimizer gathers, once, of a measured host beyond what its tables know of; T2: each call's own
+    lists; both at the host's level (2, of the toy).
     """
+    table = Table(factor)
     gathered = RECORDED_TENSORS + 100
     names = {0: ("aten::_foreach_mul_", 100, gathered), 1: ("aten::_foreach_add_", 100, 0), 2: ("aten::add", 0, 0)}
     calls = {n: CallInfo(n, name, "optimizer", tensors=t, gathered=g) for n, (name, t, g) in names.items()}
     work = [HostWork(kind, call) for call in calls for kind in ("T1", "T2", "T3")]
     actions = tuple(step for part in work for step in ((part, Launch(part.call)) if part.kind == "T2" else (part,)))
     tasks = tuple(Task(n, "update", "kernel", 0, (ADD,), call=n) for n in calls)
-    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks, calls),)), Toy(), Table()).ranks
+    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks, calls),)), Toy(), table).ranks
     seconds = [each.duration.seconds for each in rank.threads["main"] if isinstance(each, HostWork)]
-    gathering, lists = 2 * 100 * GATHERING_SECONDS, 2 * 100 * TENSOR_SECONDS
+    gathering, lists = 2 * counted * GATHERING_SECONDS, 2 * 100 * TENSOR_SECONDS
     assert seconds == pytest.approx([0.1 + gathering, 0.2 + lists, 0.3, 0.1, 0.2 + lists, 0.3, 0.1, 0.2, 0.3], rel=1e-9)
+
+
+def test_the_gap_before_an_optimizer_is_that_of_its_own_tensors():
+    """That of a shared table contains the tensors of its model; with as many of them it lasts as long as there."""
+    call = CallInfo(0, OPTIMIZER_STEP)
+    measured, shared = (
+        HostPrices(Table(factor)).work(HostWork("T1", 0), {0: call}, set()).seconds for factor in (1.0, 1.5)
+    )
+    assert measured == 0.1 and shared == pytest.approx((1 - GATHERING_SHARE) * measured)
+    assert GATHERING_SECONDS * RECORDED_TENSORS == pytest.approx(GATHERING_SHARE * 784e-6)
 
 
 @pytest.mark.parametrize("factor, seconds", [(1.5, [1.0, 2.0]), (1.0, [0.1, 0.1])])
 def test_gaps_last_as_long_as_the_functions_called_in_them(factor, seconds, monkeypatch):
     """At the host's level, 2; a host that was measured has its own gaps."""
-    table = Table()
-    table.factor = factor
+    table = Table(factor)
     monkeypatch.setattr("e2e.price.pricing.FUNCTION_SECONDS", 0.1)
     calls = {n: CallInfo(n, "aten::add", functions=count) for n, count in ((0, 5), (1, 10))}
     actions = tuple(HostWork("T1", call) for call in calls)

@@ -20,7 +20,7 @@ def test_lists_of_foreach_and_fused_operators_are_counted_and_no_others():
     assert not is_multi_tensor("aten::_fused_rms_norm") and not is_multi_tensor("aten::_fused_dropout")
 
 
-def test_the_optimizer_gathers_once_a_step():
+def test_the_optimizer_gathers_once_a_step_for_each_group():
     calls = [
         call(0, "aten::mm"),
         call(1, "aten::zeros", (4,)),
@@ -28,7 +28,9 @@ def test_the_optimizer_gathers_once_a_step():
         call(3, "aten::_foreach_add_", LIST, LIST),
         call(4, "aten::mm"),
         call(5, "aten::_foreach_add_", LIST[:2], LIST[:2]),
+        call(6, "aten::_foreach_add_", LIST[:5], LIST[:5]),
+        call(7, "aten::_foreach_mul_", LIST[:5], 0.9),
     ]
-    phases = ["forward", "optimizer", "optimizer", "optimizer", "forward", "optimizer"]
-    assert gathering_calls(calls, phases) == {2: 7, 5: 2}
-    assert gathering_calls(calls, ["forward"] * 6) == {}
+    phases = ["forward", "optimizer", "optimizer", "optimizer", "forward", "optimizer", "optimizer", "optimizer"]
+    assert gathering_calls(calls, phases) == {2: 7, 5: 2, 6: 5}
+    assert gathering_calls(calls, ["forward"] * 8) == {}
