@@ -2,7 +2,7 @@
 caching allocator.
 
 Lifetimes (:func:`peak_memory`) are counted per storage, since views share one. A storage lives from the call in which
-it first appears (from the start of the step, if that call only reads it) until it is freed. Captures record when it is
+it first appears (from the start of the step, if it existed before) until it is freed. Captures record when it is
 freed; for other traces the last use is taken, which is too early if Python still holds a reference. Each storage takes
 whole blocks of the caching allocator. Recorded traces get no more than this: fragmentation, the CUDA context and
 library workspaces are not counted.
@@ -332,6 +332,7 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
     end = len(trace.calls) - 1
     made: dict[int, int] = {}
     exact = any("freed" in call.attributes for call in trace.calls)
+    latest = -1  # storage
     parts: list[OperatorCall] = []
     for position, call in enumerate(trace.calls):
         for storage in _listed(call, "freed"):
@@ -344,7 +345,10 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
             if entry is None:
                 entry = found[tensor.storage] = Lifetime(first=made.get(tensor.storage, position))
                 entry.first_phase = call.phase
-                entry.existed = is_input and tensor.storage not in made
+                # Captures number storages in the order of their first use, also before the trace: DDP's buckets.
+                known = is_input or (exact and tensor.storage < latest)
+                entry.existed = known and tensor.storage not in made
+                latest = max(latest, tensor.storage)
                 entry.integer = tensor.dtype.startswith(("int", "uint"))
                 if entry.existed:
                     entry.first = 0

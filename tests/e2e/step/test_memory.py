@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,20 @@ def test_what_a_capture_says_of_freeing_counts_more_than_the_last_use():
     assert peak_memory(OperatorTrace(used)).peak_bytes == 512
     held = (used[0], used[1], call(2, (), (third,), freed=(1,)))
     assert peak_memory(OperatorTrace(held)).peak_bytes == 1024
+
+
+def test_memory_of_earlier_steps_that_is_only_written_was_there_from_the_start():
+    """A bucket of DDP. Captures number storages in the order of their first use; the numbers of others say nothing."""
+    bucket, activation, gradient = block(1, 4), block(7, 8), block(8, 2)
+    calls = (
+        call(0, (block(0),), (activation,)),
+        call(1, (activation,), (gradient,), "backward"),
+        call(2, (gradient,), (bucket,), "backward", freed=(7,)),
+    )
+    usage = peak_memory(OperatorTrace(calls))
+    assert usage.peak_bytes == (1 + 4 + 8 + 2) * 512
+    unnumbered = replace(calls[2], attributes={})
+    assert peak_memory(OperatorTrace((*calls[:2], unnumbered))).peak_bytes == (1 + 8 + 2) * 512
 
 
 def test_memory_of_the_host_is_not_counted():
