@@ -80,12 +80,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Names of the errors of libraries that reach no server.
+# Names of the errors of libraries that reach no server; Python's own ``TimeoutError`` may be of a queue or a lock.
 _NETWORK = re.compile(r"Connect|URLError|HTTPError|Timeout|gaierror")
 
 
 def _is_of_network(error: BaseException) -> bool:
-    return any(_NETWORK.search(kind.__name__) for kind in type(error).__mro__)
+    return any(kind is not TimeoutError and _NETWORK.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def _shortened(error: BaseException) -> str:

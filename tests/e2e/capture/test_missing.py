@@ -457,6 +457,7 @@ def test_a_failure_for_want_of_a_network_is_told_as_that(tmp_path: Path) -> None
             raise RuntimeError("data set 'coco8' is not there") from cause
     except RuntimeError as error:
         assert "needs the network (data set 'coco8'" in str(told_missing(error, (), Hub(tmp_path)))
+    assert told_missing(TimeoutError("no worker answered"), (), Hub(tmp_path)) is None
 
 
 def test_a_library_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_daemon_that_loads_data_is_no_rank(tmp_path):
 import multiprocessing
 def load(number, batches):
     while True:
-        batches.put(number)
+        batches.put(number, timeout=60)
 
 batches = multiprocessing.Queue(1)
 multiprocessing.Process(target=load, args=(0, batches), daemon=True).start()
