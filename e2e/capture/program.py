@@ -152,6 +152,8 @@ class StepFinder:
 
     recorder: Recorder
     finish: Callable[[RecordedStep, str], None]
+    # GPUs of the job, each with data of its own.
+    gpus: int = 1
     # Optimizer whose steps are the boundaries, and its class name.
     optimizer: int | None = None
     title: str = ""
@@ -293,7 +295,11 @@ class StepFinder:
         return next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
 
     def _finish_middle(self) -> None:
-        """Finish with the middle one of the last steps, by their work; those of a job communicate like the last."""
+        """Finish with the middle one of the last steps, by their work; those of a job communicate like the last.
+
+        Each of several GPUs has data of its own, and all wait for the one that has the most: its work is below what the
+        half of a single GPU's steps is below, to the power of one over their number.
+        """
         work = {len(self.digests): work_of(self.step.calls)}
         steps = {len(self.digests): self.step}
         for back, each in enumerate(reversed(self.different), 1):
@@ -301,12 +307,15 @@ class StepFinder:
             work[number], steps[number] = work_of(each.calls), each
         alike = [number for number in work if work[number].collectives == work[len(self.digests)].collectives]
         alike.sort(key=lambda number: work[number].elements.total())
-        number = alike[len(alike) // 2]
-        least, middle, most = (work[alike[place]].elements.total() for place in (0, len(alike) // 2, -1))
+        taken = int(len(alike) * 0.5 ** (1 / self.gpus))
+        number = alike[taken]
+        least, own, most = (work[alike[place]].elements.total() for place in (0, taken, -1))
         told = "not equal to the step before"
         if len(alike) > 1:
-            spread = f"{least / middle:.2f} to {most / middle:.2f} times its work"
-            told = f"the middle one of {len(alike)} different steps ({spread})"
+            spread = f"{least / own:.2f} to {most / own:.2f} times its work"
+            which = "the middle one" if self.gpus == 1 else f"number {taken + 1} by work"
+            told = f"{which} of {len(alike)} different steps ({spread})"
+            told += f", as the slowest of {self.gpus} GPUs has it" if self.gpus > 1 else ""
         self._finish(steps[number], number, told)
 
     def _finish(self, step: RecordedStep, number: int, told: str) -> None:
@@ -407,7 +416,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
             passes = max(finder.backward)
             yield Evaluation(trace_of(finder.richest), 1, f"a step with {passes} backward passes, as a whole")
 
-    finder = StepFinder(recorder, finish)
+    finder = StepFinder(recorder, finish, place.world_size)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launch.environment))
         stack.enter_context(silent_loggers())

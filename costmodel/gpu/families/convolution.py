@@ -4,8 +4,12 @@
 (batch * out_height * out_width, in_channels/groups * kernel) with as many columns as filters, one product per group
 (implicit GEMM, Chetlur et al., arXiv 1410.0759). For 3x3 filters of stride 1 in FP32, Winograd's F(4x4, 3x3) needs a
 quarter of the multiplications and moves the transformed tensors, 36/16 of the originals, through DRAM once more
-(Lavin and Gray, CVPR 2016). The faster is taken, as cuDNN's heuristics try to. The gradient of the data is a
-convolution with channels exchanged, that of the weights a product over all pixels.
+(Lavin and Gray, CVPR 2016). The faster is taken, as cuDNN's heuristics try to.
+
+The gradient of the data of stride 1 is a convolution with channels exchanged, by the same kernels: the profile of
+ResNet-50 on V100 that the tests hold has both within 4 %. That of the weights is a product over all pixels, or over all
+tiles of Winograd's, whose result is then transformed. Gradients of the data with stride and of 1x1 weights have factors
+of their own, from that profile.
 
 **On the tensor cores** (TF32, FP16, BF16) operands have their channels together (NHWC). cuDNN transposes inputs and
 outputs in NCHW by kernels of their own, before and after (``nchwToNhwcKernel``); each reads and writes the tensor
@@ -54,6 +58,7 @@ such as second readings of the operands by the gradient of the weights.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +101,15 @@ from costmodel.operators.layers import Conv2d, element_bytes
 _GATHER = 0.9
 _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36
+# Most bytes of transformed tensors for which the gradient of the weights is computed so, which has no fused form: that
+# profile has it up to 116 MB, and the published peak of memory of detectron2's Faster R-CNN (3.0 GB; 2.9 without them)
+# has no room for the 620 MB of its largest maps.
+_WINOGRAD_WORKSPACE = 256 << 20
+# Gradients outside the tensor cores, from the kernels of PyTorch's profile of ResNet-50 on V100 (32 pictures, FP32,
+# cuDNN 8; traces/resnet50_V100). With stride cuDNN clears the gradient of the data and adds to it (``dgrad_engine``):
+# the six of the network take 1.32 to 1.92 times what their products take, 1.57 in sum. Weights of one by one are a
+# product for each picture and a sum of these, or ``wgrad_alg0_engine``: 37 of them, 1.23 in sum (0.95 to 1.6).
+_STRIDED_DATA, _POINTWISE_WEIGHT = 1.57, 1.23
 # cuDNN's forward kernels do not split the sum; those of the weights' gradient, few outputs over many pixels, do.
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 
@@ -106,8 +120,9 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
     name = "convolution"
 
     def analyse(self, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> KernelAnalysis:
-        convs = [each if isinstance(each, Conv2d) else each.forward for each in operators]
-        weight = np.array([isinstance(each, ConvolutionBackward) and each.wrt == "weight" for each in operators])
+        operators = [_as_forward(each) for each in operators]
+        convs = [_forward(each) for each in operators]
+        weight = np.array([_direction(each) == "weight" for each in operators])
         products = _products(operators, machine)
         implicit = _slowed(_implicit(products, weight, operators, machine), operators, machine)
         winograd = _winograd(operators, convs, machine)
@@ -127,6 +142,24 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         if not isinstance(operator, Conv2d) or operator.dtype != "float32" or operator.groups != 1:
             return False
         return operator.kernel == (3, 3) and operator.stride == (1, 1)
+
+    def follows(self, operator: Conv2d | ConvolutionBackward) -> bool:
+        return self.covers(_as_forward(operator))
+
+
+def _as_forward(operator: Conv2d | ConvolutionBackward) -> Conv2d | ConvolutionBackward:
+    """Convolution that is the gradient of the data, where its stride is 1; ``operator`` itself otherwise."""
+    conv = _forward(operator)
+    if _direction(operator) != "data" or conv.stride != (1, 1) or conv.groups > 1 or conv.depth is not None:
+        return operator
+    high, wide = (step * (taps - 1) for step, taps in zip(conv.dilation, conv.kernel, strict=True))
+    sides = tuple(room - padded for room, padded in zip((high, wide, high, wide), conv.padding, strict=True))
+    if min(sides) < 0:
+        return operator
+    return dataclasses.replace(
+        conv, in_channels=conv.out_channels, out_channels=conv.in_channels, height=conv.out_height,
+        width=conv.out_width, padding=(sides[0], sides[1], sides[2], sides[3]),
+    )  # fmt: skip
 
 
 def _products(operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> Products:
@@ -180,8 +213,13 @@ def _implicit(
 
 
 def _slowed(implicit: Triple, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> Triple:
-    """``implicit``, where gradients of grouped weights in FP32 take at least what the direct kernel takes."""
+    """``implicit`` with the factors of gradients, where those of grouped weights in FP32 take at least what the direct
+    kernel takes.
+    """
     seconds, terms, features = implicit
+    slow = np.array([_gradient_factor(each) for each in operators])
+    seconds = (seconds - kernel_floor(machine)) * slow + kernel_floor(machine)
+    terms = {**terms, "compute": terms["compute"] * slow}
 
     def at_least(operator: Conv2d | ConvolutionBackward) -> float:
         conv = _forward(operator)
@@ -194,22 +232,38 @@ def _slowed(implicit: Triple, operators: Sequence[Conv2d | ConvolutionBackward],
     return np.where(slower, direct + kernel_floor(machine), seconds), terms, features
 
 
+def _gradient_factor(operator: Conv2d | ConvolutionBackward) -> float:
+    """Time of a gradient over that of a product of its size."""
+    conv = _forward(operator)
+    if conv.groups > 1 or conv.depth is not None:
+        return 1.0
+    if _direction(operator) == "data":
+        return _STRIDED_DATA if conv.stride != (1, 1) else 1.0
+    return _POINTWISE_WEIGHT if _direction(operator) == "weight" and conv.kernel == (1, 1) else 1.0
+
+
 def _winograd_applies(operator: Conv2d | ConvolutionBackward, machine: Machine) -> bool:
-    if isinstance(operator, ConvolutionBackward) and operator.wrt == "weight":
-        return False
-    conv = operator if isinstance(operator, Conv2d) else operator.forward
+    conv = _forward(operator)
     plain = conv.kernel == (3, 3) and conv.stride == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
-    return plain and conv.depth is None and not uses_tensor_cores(machine, conv.dtype)
+    if not plain or conv.depth is not None or uses_tensor_cores(machine, conv.dtype):
+        return False
+    transformed = _tiles(conv) * (conv.in_channels + conv.out_channels) * _WINOGRAD_POINTS * element_bytes(conv.dtype)
+    return _direction(operator) != "weight" or transformed <= _WINOGRAD_WORKSPACE
+
+
+def _tiles(conv: Conv2d) -> int:
+    return conv.batch * -(-conv.out_height // _WINOGRAD_TILE) * -(-conv.out_width // _WINOGRAD_TILE)
 
 
 def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence[Conv2d], machine: Machine) -> Triple:
-    tiles = [
-        conv.batch * -(-conv.out_height // _WINOGRAD_TILE) * -(-conv.out_width // _WINOGRAD_TILE) for conv in convs
-    ]
+    tiles = [_tiles(conv) for conv in convs]
     forward = [isinstance(each, Conv2d) for each in operators]
     inputs = [c.in_channels if f else c.out_channels for c, f in zip(convs, forward, strict=True)]
     outputs = [c.out_channels if f else c.in_channels for c, f in zip(convs, forward, strict=True)]
+    weight = np.array([_direction(each) == "weight" for each in operators])
     m, n, k = (np.array(each, dtype=float) for each in (tiles, outputs, inputs))
+    # The gradient of the weights is the sum over the tiles.
+    m, n, k = np.where(weight, outputs, m), np.where(weight, inputs, n), np.where(weight, tiles, k)
     size = np.array([element_bytes(each.dtype) for each in convs], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in convs])
     products = Products(
@@ -223,7 +277,9 @@ def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence
     )
     seconds, terms, features = analyse_products(products, simt_tiles(machine, True), machine, (1,))
     # Input, output and filters before and after their transformations, each written by one kernel and read by the next.
-    moved = (m * (k + n) * (_WINOGRAD_POINTS + _WINOGRAD_TILE**2) + n * k * (_WINOGRAD_POINTS + 9)) * size
+    sides = np.array(inputs) + np.array(outputs), np.array(inputs) * np.array(outputs)
+    moved = np.array(tiles) * sides[0] * (_WINOGRAD_POINTS + _WINOGRAD_TILE**2) + sides[1] * (_WINOGRAD_POINTS + 9)
+    moved = moved * size
     transforms = moved / dram_bandwidth(machine) + 3 * kernel_floor(machine)
     terms = {**terms, "memory:DRAM": terms["memory:DRAM"] + transforms}
     return seconds + transforms, terms, features

@@ -10,10 +10,11 @@ from typing import Any
 
 from e2e.capture.imports import patched_imports
 from e2e.capture.missing.arrays import is_missing
-from e2e.capture.missing.images import NAMED_SIZE, name_of_image
+from e2e.capture.missing.images import name_of_image, size_of_image
 from e2e.capture.stand_ins import Note
 
-# Images that are made up, objects of an image and their width and height; COCO has 7.3 objects an image.
+# Images that are made up, objects of an image and their width and height in one of 640 x 480; COCO has 7.3 objects an
+# image.
 _IMAGES, _OBJECTS = 2_048, 7
 # COCO's key points (train2017): 262,465 persons in 64,115 images; 149,813 of them have key points, 11 of 17 each.
 _PERSONS, _POINTS = 4, 11
@@ -64,11 +65,10 @@ def made_up_annotations(note: Note) -> Iterator[None]:
 
 def _dataset(persons: bool, objects: int) -> dict[str, Any]:
     """Return the made-up content of a file with so many ``objects`` an image; ``persons``: these are persons."""
-    width, height = NAMED_SIZE
-    images = [
-        {"id": number, "file_name": name_of_image(number), "width": width, "height": height}
-        for number in range(1, _IMAGES + 1)
-    ]
+    images = []
+    for number in range(1, _IMAGES + 1):
+        width, height = size_of_image(name_of_image(number))
+        images.append({"id": number, "file_name": name_of_image(number), "width": width, "height": height})
     numbers = [number for number in range(1, 91) if number not in _UNUSED][: 1 if persons else None]
     categories = [
         {"id": number, "name": name, "supercategory": "", "keypoints": _KEY_POINTS, "skeleton": []}
@@ -80,8 +80,9 @@ def _dataset(persons: bool, objects: int) -> dict[str, Any]:
 def _objects(categories: Sequence[int], objects: int) -> Iterator[dict[str, Any]]:
     for number in range(_IMAGES * objects):
         image, place = divmod(number, objects)
-        wide, high = _BOX
-        left, top = 70 * place, 50 * place
+        width, height = size_of_image(name_of_image(image + 1))
+        wide, high = width * _BOX[0] // 640, height * _BOX[1] // 480
+        left, top = width * place // 9, height * place // 10
         # Every image has an object of the first category, which may be the only one that a program takes.
         category = categories[number % len(categories) if place else 0]
         visible = _POINTS if number * 4 % 7 < 4 else 0  # four persons of seven have key points, two or more in an image

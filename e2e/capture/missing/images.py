@@ -80,11 +80,14 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
         if not isinstance(name, str) or not _IMAGE.search(name) or not is_missing(name):
             return path
         mode = "L" if _CLASSES.search(name) else "RGB"  # its values are classes, or colours
-        file = folder / f"{mode}{Path(name).suffix.lower()}"
+        size = size_of_image(name)
+        wide, high = size
+        file = folder / f"{mode}{wide}x{high}{Path(name).suffix.lower()}"
         if not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            import_module("PIL.Image").new(mode, NAMED_SIZE).save(file)
-        note(f"images in {os.path.dirname(name) or '.'} are not there: empty ones of {NAMED_SIZE[0]}x{NAMED_SIZE[1]}")
+            import_module("PIL.Image").new(mode, size).save(file)
+        how = "COCO's sizes" if _NUMBERED.search(name) else f"{wide}x{high}"
+        note(f"images in {os.path.dirname(name) or '.'} are not there: empty ones of {how}")
         return str(file)
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,16 +102,19 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
 
         return opened
 
-    def timm_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+    def timm_reader(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        known = "create_reader" if hasattr(module, "create_reader") else "create_parser"  # before timm 0.8
+        original = getattr(module, known)
+
         def create_reader(name: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:
             if name or not is_missing(root):
                 return original(name, root, *args, **kwargs)
             return _NumberedImages(str(root), instead)
 
-        return create_reader
+        yield module, known, create_reader
 
-    readers = {
-        "timm.data.dataset": lambda module: [(module, "create_reader", timm_reader(module.create_reader))],
+    readers: dict[str, Patches] = {
+        "timm.data.dataset": timm_reader,
         "cv2": lambda module: [(module, "imread", reading(module.imread))],
         "torchvision.io.image": lambda module: [(module, "read_file", reading(module.read_file))],
     }
@@ -130,8 +136,17 @@ _IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|tiff?)$", re.IGNORECASE)
 # Paths of images whose values are classes, and of folders that have images, in their last two parts.
 _CLASSES = re.compile(r"label|mask|annot|segm|gtfine", re.IGNORECASE)
 _OF_IMAGES = re.compile(r"(image|img|photo|picture|jpeg|frame|train|val|test|label|mask|annot)[^/]*(/[^/]+)?/?$", re.I)
-# Size of an image that is opened by its name: that of most images of COCO.
-NAMED_SIZE = (640, 480)
+# Size of an image that is opened by its name, unless that is a number as COCO's are: these have the sizes of 53 images
+# of COCO in turn (val2017, in its order). Programs pad those of a batch to the largest and wait for the rank that has
+# the largest, so that a step takes more time than one of images of the mean size.
+_NAMED_SIZE = (640, 480)
+_NUMBERED = re.compile(r"(?:^|[/_\\])(\d{12})\.[a-z]+$", re.IGNORECASE)
+_COCO_SIZES = (
+    "640x427 640x426 640x427 333x500 640x480 640x480 640x480 640x480 612x612 640x358 640x480 640x427 480x640 457x640 "
+    "640x428 500x333 640x423 478x640 640x457 640x480 640x427 424x640 640x480 428x640 640x427 474x640 500x375 640x480 "
+    "640x480 470x640 500x334 427x640 640x304 640x427 480x640 640x428 640x480 640x464 375x500 500x375 640x424 640x559 "
+    "640x480 640x427 640x480 640x414 640x480 383x640 640x406 640x313 640x480 478x640 640x480"
+)
 
 
 class ListedImage:
@@ -192,6 +207,16 @@ class _Listing(list):  # type: ignore[type-arg]
 def name_of_image(number: int, form: str = "jpg") -> str:
     """Return the name of an image in a folder and in annotations, as COCO names them."""
     return f"{number:012}.{form}"
+
+
+def size_of_image(name: str) -> tuple[int, int]:
+    """Return width and height of the image that stands for ``name``."""
+    found = _NUMBERED.search(name)
+    if found is None:
+        return _NAMED_SIZE
+    sizes = _COCO_SIZES.split()
+    wide, high = sizes[int(found.group(1)) % len(sizes)].split("x")
+    return int(wide), int(high)
 
 
 def _list(original: Any, note: Note, entry: Callable[[str, str], Any]) -> Any:

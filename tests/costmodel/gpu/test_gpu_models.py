@@ -158,7 +158,7 @@ def test_a_packaged_gpu_is_known_by_the_name_of_its_file():
 
 def test_sources_say_what_was_measured():
     gemm, bf16 = Gemm(1, 1024, 1024, 1024), Gemm(1, 1024, 1024, 1024, "bfloat16")
-    backward = ConvolutionBackward(CONV, "data")
+    backward = ConvolutionBackward(CONV, "weight")
     expected = {
         "v100-pcie-32gb": ("fitted", "analytic", "analytic"),  # BF16 was not measured there
         "a100-pcie-40gb": ("fitted", "fitted", "analytic"),  # BF16 on a relative, a100-sxm-80gb

@@ -128,6 +128,50 @@ def resnet_50(batch: int) -> list[Conv2d]:
     return found
 
 
+# Milliseconds of the kernels of ResNet-50 on V100 by kind, in the step profiled in traces/resnet50_V100 (32 pictures,
+# FP32, cuDNN 8): forward, gradients of the data and of the weights.
+PROFILED = {
+    "3x3": (4.01, 3.93, 5.39),
+    "3x3 strided": (1.83, 2.68, 1.92),
+    "1x1": (9.84, 9.57, 13.52),
+    "1x1 strided": (1.65, 2.47, 1.99),
+}
+
+
+def test_gradients_outside_the_tensor_cores_are_those_of_a_profiled_step():
+    convs = [replace(each, dtype="float32") for each in resnet_50(32)[1:]]
+    model = gpu_cost_model(load_machine("v100-sxm2-32gb"))
+    for kind, measured in PROFILED.items():
+        window, _, strided = kind.partition(" ")
+        group = [each for each in convs if (each.kernel[0] == 3) == (window == "3x3")]
+        group = [each for each in group if (each.stride[0] > 1) == bool(strided)]
+        backward = [[ConvolutionBackward(each, wrt) for each in group] for wrt in ("data", "weight")]
+        found = [sum(each.seconds for each in model.estimate(part)) * 1e3 for part in (group, *backward)]
+        assert found == pytest.approx(measured, rel=0.13), kind
+
+
+def test_the_gradient_of_the_data_is_a_convolution_with_channels_exchanged():
+    model = gpu_cost_model(load_machine("v100-sxm2-16gb"))
+    conv = Conv2d(8, 96, 30, 40, 160, (3, 3), padding=(0, 1, 0, 1))
+    exchanged = Conv2d(8, 160, 28, 40, 96, (3, 3), padding=(2, 1, 2, 1))
+    (gradient,), (forward,) = model.estimate([ConvolutionBackward(conv, "data")]), model.estimate([exchanged])
+    assert gradient.seconds == forward.seconds and gradient.source == forward.source == "fitted"
+    (strided,) = model.estimate([ConvolutionBackward(replace(conv, stride=(2, 2)), "data")])
+    assert strided.source == "analytic"
+
+
+def test_gradients_of_weights_save_multiplications_until_the_transformed_tensors_are_too_large():
+    volta = load_machine("v100-sxm2-32gb")
+
+    def rate(batch: int, dilation: int = 1) -> float:
+        conv = Conv2d(batch, 256, 96, 128, 256, (3, 3), padding=(dilation,) * 4, dilation=(dilation, dilation))
+        return conv.flops / float(Convolution().analyse([ConvolutionBackward(conv, "weight")], volta).seconds[0])
+
+    peak = vector_rate(volta)
+    assert rate(2) > 1.2 * peak  # 113 MB of transformed tensors
+    assert rate(8) < peak and rate(2, dilation=2) < peak  # 453 MB; windows with holes
+
+
 def test_convolutions_are_those_of_a_step_recorded_on_a_gpu_that_no_factor_was_fitted_on():
     # HolisticTraceAnalysis, ResNet-50 with 32 pictures on A100 of 40 GB: 4.32 ms forward, 9.37 ms backward, without
     # the kernels that turn layouts. Without waits between waves it would be 13 % less.

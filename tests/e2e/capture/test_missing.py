@@ -21,7 +21,7 @@ from e2e.capture.imports import patched_imports
 from e2e.capture.missing import hub_datasets
 from e2e.capture.missing.coco import made_up_annotations
 from e2e.capture.missing.hub import Hub
-from e2e.capture.missing.images import made_up_images
+from e2e.capture.missing.images import made_up_images, name_of_image, size_of_image
 from e2e.capture.missing.loaders import loaders_without_workers
 from e2e.capture.missing.program_needs import told_missing
 from e2e.capture.missing.sounds import Sound, made_up_sounds
@@ -354,6 +354,42 @@ def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:
     assert notes[0] == f"{tmp_path / 'absent'} is not there: 2,048 empty images of 512x512"
 
 
+def test_numbered_images_have_the_sizes_of_their_annotations(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    notes: list[str] = []
+    with made_up_images(tmp_path / "made", notes.append):
+        for number in (1, 2, 3, 12, 2_000):
+            wanted = size_of_image(name_of_image(number))
+            assert image.open(f"absent/train2017/{number:012}.jpg").size == wanted
+            assert image.open(f"absent/train2014/COCO_train2014_{number:012}.jpg").size == wanted
+            assert image.open(f"absent/masks/{number:012}.png").size == wanted
+        assert image.open("absent/train/street_1.png").size == image.open("absent/train/1.png").size == (640, 480)
+    assert "images in absent/train2017 are not there: empty ones of COCO's sizes" in notes
+    assert "images in absent/train are not there: empty ones of 640x480" in notes
+
+
+@pytest.mark.parametrize("finds", ["create_reader", "create_parser"])
+def test_timms_folder_of_images_is_made_up_by_either_name_of_its_reader(
+    finds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL.Image")
+    (tmp_path / "timm" / "data").mkdir(parents=True)
+    for package in ("timm/__init__.py", "timm/data/__init__.py"):
+        (tmp_path / package).touch()
+    content = f"def {finds}(name, root, split='train', **kwargs):\n    return 'those of ' + name\n"
+    (tmp_path / "timm" / "data" / "dataset.py").write_text(content, encoding="utf-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with made_up_images(tmp_path / "made", [].append):
+        find = getattr(import_module("timm.data.dataset"), finds)
+        found = find("", root=str(tmp_path / "absent"), split="train")
+        assert len(found) == 1_281_167 and found[3][1] == 3 and found[3][0].read(2) == b"\xff\xd8"
+        assert find("tfds/x", root="absent") == "those of tfds/x"
+    for name in ("timm", "timm.data", "timm.data.dataset"):
+        del sys.modules[name]
+
+
 def test_images_of_torchvision_are_made_up_wherever_their_class_is_taken_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +447,13 @@ def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
     names = {each["id"]: each["name"] for each in found.dataset["categories"]}
     assert (names[1], names[13], names[90], len(names)) == ("person", "stop sign", "toothbrush", 80)
     assert persons.getCatIds() == [1] and {each["category_id"] for each in persons.dataset["annotations"]} == {1}
-    assert found.images[1] == "000000000001.jpg" and {each["bbox"][2] for each in found.dataset["annotations"]} == {90}
+    assert found.images[1] == "000000000001.jpg"
+    sizes = {each["id"]: (each["width"], each["height"]) for each in found.dataset["images"]}
+    assert len(set(sizes.values())) > 20  # as COCO's are
+    for each in found.dataset["annotations"]:
+        (wide, high), (left, top, width, height) = sizes[each["image_id"]], each["bbox"]
+        assert 0.1 < width / wide < 0.15 and left + width <= wide
+        assert 0.2 < height / high < 0.24 and top + height <= high
     # Four persons an image, four of seven with 11 key points of 17, two or more in every image.
     assert notes[1] == "person_keypoints_train2017.json is not there: 2,048 images with 4 objects each"
     visible = [each["num_keypoints"] for each in persons.dataset["annotations"]]

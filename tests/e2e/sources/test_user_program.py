@@ -265,6 +265,15 @@ def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> 
     assert "step 4" in line and "the middle one of 6 different steps (0." in line
 
 
+def test_several_gpus_wait_for_the_one_with_the_longest(folder: Path) -> None:
+    (folder / "lengths.py").write_text(LOOPS["lengths"], encoding="utf-8")
+    for gpus, length, place in ((2, 800, 5), (4, 1600, 6)):
+        found = run(folder, f"torchrun --nproc-per-node {gpus} lengths.py")
+        assert found.throughput.samples == gpus * length
+        (line,) = [line for line in found.notes if "of SGD" in line]
+        assert f"number {place} by work of 6 different steps (0." in line and f"slowest of {gpus} GPUs" in line
+
+
 def test_passes_without_gradients_in_every_step_are_part_of_it(folder: Path) -> None:
     (folder / "teacher.py").write_text(LOOPS["teacher"], encoding="utf-8")
     found = run(folder, "python teacher.py")
