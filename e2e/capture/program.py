@@ -217,6 +217,9 @@ class StepFinder:
             self.recorder.stepped.append(optimizer)
             self._begin_anew()
             return
+        if not (self.recorder.enabled or self.recorder.leaving_out):  # no module has been called
+            self.recorder.begin()
+            return
         self.steps[id(optimizer)] += 1
         slower = self.optimizer is not None and self.steps[id(optimizer)] < self.steps[self.optimizer] - 1
         if self.optimizer is None or slower:  # a whole step has steps of all optimizers, such as five of one

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +43,9 @@ from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iterator[None]:
     """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
     compiled functions and modules are added to ``found``; their calls are regions of ``recorder``.
+
+    So are calls of functions that TorchScript compiles from their source text, which is not that of what is replaced
+    here: it fuses element-wise work too. It calls the same kernels for modules, which stay as they are.
     """
     compile_module, regions = torch.compile, None if recorder is None else recorder.regions
 
@@ -68,6 +72,12 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
             return model
         return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
+    def scripted(what: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if regions is None or not isinstance(what, FunctionType):
+            return what
+        found.append(what.__name__)
+        return in_region(what, regions)
+
     def disabling(module: Any) -> Iterator[tuple[Any, str, Any]]:
         disable = module.disable
 
@@ -85,7 +95,8 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
 
     disables = dict.fromkeys(("torch.compiler", "torch._dynamo"), disabling)
     recomputing = patch.object(checkpoints, "_recomputation_hook", _recomputing(regions or Regions()))
-    with patch.object(torch, "compile", compiled), patched_imports(disables), recomputing:
+    script = patch.object(torch.jit, "script", scripted)
+    with patch.object(torch, "compile", compiled), script, patched_imports(disables), recomputing:
         yield
 
 
