@@ -90,6 +90,46 @@ def after():
     assert [(names(trace)["c10d::send"], names(trace)["c10d::recv_"]) for trace in found.traces] == [(1, 0), (0, 1)]
 
 
+def test_ranks_get_what_the_first_one_broadcasts_and_scatters(tmp_path):
+    """Where it does not come to a broadcast, they keep what they have."""
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+shared, own = ([64], [None]) if rank == 0 else ([None], [None])
+dist.broadcast_object_list(shared, src=0)
+dist.scatter_object_list(own, [10, 11, 12, 13] if rank == 0 else None, src=0)
+assert own == [10 + rank], own
+model = torch.nn.Linear(64, shared[0]).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    if rank:
+        kept = [rank]
+        dist.broadcast_object_list(kept, src=0)
+        assert kept == [rank], kept
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4)
+    assert found.multiplicity == {0: 4}
+
+
+def test_a_rank_that_gives_an_object_to_its_group_is_run_but_not_modelled_for_it(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+width = [64 if rank % 2 == 0 else None]
+dist.broadcast_object_list(width, src=rank // 2 * 2, group=pairs[rank // 2])
+model = torch.nn.Linear(64, width[0]).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4)
+    assert found.multiplicity == {0: 4}
+
+
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     program = f"""{HEAD}
 dist.init_process_group("nccl")
