@@ -236,7 +236,9 @@ class StepFinder:
         if self.recorder.capturing:
             return
         if self.root is None and next(module.parameters(), None) is not None:
-            self.root, self.title = id(module), type(module).__name__
+            self.root = id(module)
+            if self.optimizer is None:  # none has been stepped to make its state
+                self.title = type(module).__name__
         if not (self.recorder.enabled or self.recorder.leaving_out):
             self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,8 @@ from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT
 _IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
 # Between two looks whether another rank has given an object.
 PAUSE_SECONDS = 0.05
+# Looks at which two ranks wait for each other before one goes on.
+MOST_CROSSED = 40
 # Functional forms that work in place on a copy, as in their C++ bodies.
 _COPIES_FIRST = frozenset(("all_reduce", "broadcast", "all_reduce_coalesced"))
 
@@ -340,21 +342,40 @@ class Mailbox:
         if self.shared is not None:
             self.shared.give(name, objects)
 
-    def given(self, source: int, name: str, needed: bool) -> list[Any] | None:
-        """Return the objects that ``source`` gives to its group as ``name``, when it has; None if it does not come to
-        it, or is not run: rank 0 always is, others if this one ``needed`` the objects.
+    def given(self, source: int, target: int, name: str, needed: bool) -> list[Any] | None:
+        """Return the objects that ``source`` gives to the group of ``target`` as ``name``, when it has; None if it does
+        not come to it, or is not run: rank 0 always is, others if the objects are ``needed``.
         """
         while self.shared is not None:
-            runs, ended = self.shared.runs(source), self.shared.has_ended(source)
-            if self.shared.found(name):
+            runs = self.shared.runs(source)
+            if self.shared.found(name) or (runs and self._comes(source, target, name)):
                 return self.shared.take(name)
-            if ended or not (runs or needed or source == 0):
-                return None
-            if runs:
-                self._pause()
-            else:
+            if self.shared.runs(source) or self.shared.has_ended(source) or not (needed or source == 0):
+                return self.shared.take(name) if self.shared.found(name) else None
+            if not runs:
                 self._await(NotYetSent(source, 0, name))
         return None
+
+    def meet(self, rank: int, others: Iterable[int], name: str) -> None:
+        """Wait at a barrier for ``others`` that run at the same time: files of one may be read by another behind it."""
+        if self.shared is None:
+            return
+        self.shared.give(f"{name} by {rank}", [])
+        for other in others:
+            if other != rank and self.shared.runs(other):
+                self._comes(other, rank, f"{name} by {other}")
+
+    def _comes(self, other: int, rank: int, name: str) -> bool:
+        """Wait until ``other`` has given ``name``; False if it does not run any more, or waits for ``rank`` in turn."""
+        assert self.shared is not None
+        crossed = 0
+        with self.shared.waiting(rank, other):
+            while not self.shared.found(name) and crossed < MOST_CROSSED:
+                if not self.shared.runs(other):
+                    return self.shared.found(name)
+                crossed = crossed + 1 if self.shared.waits(other, rank) else 0
+                self._pause()
+        return self.shared.found(name)
 
     def _pause(self) -> None:
         """Wait for a rank that runs at the same time."""

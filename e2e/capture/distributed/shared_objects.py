@@ -1,8 +1,10 @@
-"""Python objects that one rank gives to its group, by ``broadcast_object_list`` or ``scatter_object_list``."""
+"""What ranks that are run share: objects that one gives to its group, and barriers at which they meet."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ from urllib.parse import quote
 
 @dataclass(frozen=True)
 class SharedObjects:
-    """Objects of all ranks of a job in a folder, since ranks may be processes that run at the same time.
+    """Objects of all ranks of a job, by name, in a folder, since ranks may be processes that run at the same time.
 
-    Unlike an object sent to one rank, they are no reason to model the rank that gives them: a rank that never comes to
-    a broadcast, since its step was found before, ends, and the others go on without.
+    Unlike an object sent to one rank, they are no reason to model the rank that gives them. A rank that never comes to
+    a broadcast or barrier, since its step was found before, ends, and the others go on without it.
     """
 
     folder: Path
@@ -48,11 +50,29 @@ class SharedObjects:
         """Note that ``rank`` does not run any more; unless ``for_now``, it gives nothing more."""
         if not for_now:
             self._file(f"ended {rank}").touch()
-        self._file(f"running {rank}").unlink(missing_ok=True)
+        for note in (f"running {rank}", f"waiting {rank}"):
+            self._file(note).unlink(missing_ok=True)
 
     def runs(self, rank: int) -> bool:
         """True if ``rank`` runs now."""
         return self._file(f"running {rank}").exists()
+
+    @contextmanager
+    def waiting(self, rank: int, other: int) -> Iterator[None]:
+        """Context in which ``rank`` waits for ``other``."""
+        note = self._file(f"waiting {rank}")
+        note.write_text(str(other))
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+
+    def waits(self, rank: int, other: int) -> bool:
+        """True if ``rank`` waits for ``other`` now."""
+        try:
+            return self._file(f"waiting {rank}").read_text() == str(other)
+        except FileNotFoundError:
+            return False
 
     def has_ended(self, rank: int) -> bool:
         """True if ``rank`` gives nothing more."""

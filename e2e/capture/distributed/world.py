@@ -343,7 +343,7 @@ def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox, *, launch
 
 
 def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
-    yield from _start_patches(recorder)
+    yield from _start_patches(place, recorder, mailbox)
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
@@ -352,10 +352,11 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
         yield from data_parallel_patches(recorder, dist.is_initialized)
 
 
-def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _start_patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
     gpus = dist.get_world_size()
     names = ["nccl"]
+    barriers: Counter[str] = Counter()
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         count = kwargs.get("world_size", -1)
@@ -366,7 +367,12 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too
 
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **more: Any) -> Any:
-        return recorder.communication.barrier(group or c10d._get_default_group(), async_op)
+        group = group or c10d._get_default_group()
+        if not async_op and dist.get_rank(group) >= 0:
+            barriers[group.group_name] += 1
+            name = f"barrier {barriers[group.group_name]} in {group.group_name}"
+            mailbox.meet(place.rank, dist.get_process_group_ranks(group), name)
+        return recorder.communication.barrier(group, async_op)
 
     def in_batch(p2p_op_list: list[Any]) -> list[Any]:
         with recorder.communication.batch():
@@ -481,7 +487,7 @@ def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, s
         if source == place.rank:
             mailbox.give(name, own)
             return own
-        found = mailbox.given(source, name, missing)
+        found = mailbox.given(source, place.rank, name, missing)
         return own if found is None else found
 
     def broadcast(

@@ -130,6 +130,53 @@ def after():
     assert found.multiplicity == {0: 4}
 
 
+def test_ranks_that_run_at_the_same_time_meet_at_barriers(tmp_path, monkeypatch):
+    """So that one reads what another has written, until that moves it; one that has ended is not waited for."""
+    monkeypatch.setattr(ProgramRanks, "at_once", 2)
+    program = f"""{HEAD}
+import time
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    time.sleep(1)
+    os.mkdir("unfinished")
+dist.barrier()
+time.sleep(rank / 2)
+assert os.path.exists("unfinished")
+dist.barrier()
+if rank == 0:
+    os.rename("unfinished", "finished")
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+    if rank:
+        dist.barrier(dist.group.WORLD)
+        torch.ones(1, device="cuda") * torch.ones(1, device="cuda")
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 3 train.py", 3)
+    assert sum(found.multiplicity.values()) == 3
+
+
+def test_ranks_that_wait_for_each_other_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(ProgramRanks, "at_once", 2)
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    dist.barrier()
+else:
+    dist.broadcast_object_list([None], 0)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 2}
+
+
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     program = f"""{HEAD}
 dist.init_process_group("nccl")
