@@ -386,3 +386,13 @@ def test_work_counts_elements_on_the_gpu_only():
 
     call = OperatorCall(0, "aten::add", None, 0, inputs=(tensor("cuda:0"), tensor("cpu")), outputs=(tensor("cuda:0"),))
     assert work_of([call]).elements == Counter({"aten::add": 64})
+
+
+def test_views_are_no_work():
+    """As of a rank that finds its part in a large tensor by more slices than another one."""
+    held = Tensor(0, 0, (4, 8), "float32", "cuda:0")
+    calls = [
+        OperatorCall(number, name, None, 0, inputs=(held,), outputs=(held,))
+        for number, name in enumerate(["aten::slice", "aten::view", "aten::neg"])
+    ]
+    assert work_of(calls).elements == Counter({"aten::neg": 64})
