@@ -225,6 +225,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "share_memory_", _shared(torch.Tensor.share_memory_)),
+        (torch.Tensor, "_make_wrapper_subclass", _held_on_meta(torch.Tensor._make_wrapper_subclass)),
         (torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)),
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
@@ -271,6 +272,18 @@ def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
 
 def _shared(share: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor if tensor.is_cuda else share(tensor)  # processes share the memory of the GPU as it is
+
+
+def _held_on_meta(make: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
+    """Return ``make``, by which a tensor that holds others (torchao's of 8 bits) is made on the device that they seem
+    to be on.
+    """
+
+    def made(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        device = torch.device("cpu" if device is None else device)
+        return make(cls, *args, device=torch.device("meta") if device.type == "cuda" else device, **kwargs)
+
+    return staticmethod(made)
 
 
 def _copied(copy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

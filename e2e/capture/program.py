@@ -241,7 +241,9 @@ class StepFinder:
         if self.recorder.capturing:
             return
         if self.root is None and next(module.parameters(), None) is not None:
-            self.root, self.title = id(module), type(module).__name__
+            self.root = id(module)
+            if self.optimizer is None:  # none has been stepped to make its state
+                self.title = type(module).__name__
         if not (self.recorder.enabled or self.recorder.leaving_out):
             self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:
@@ -441,6 +443,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
+        job.mailbox.pause = partial(_is_waiting, recorder, os.getppid())
 
         def start(inner: Launch) -> None:
             try:
@@ -461,13 +464,18 @@ def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait:
     (scratch / "unfinished").write_bytes(pickle.dumps(WaitingRank(wait, mailbox)))
     (scratch / "unfinished").replace(asked)
     while not parcels.exists():
-        if os.getppid() != parent:
-            _end_process(1)
-        recorder.called += 1  # it is not stuck
+        _is_waiting(recorder, parent)
         time.sleep(PAUSE_SECONDS)
     sent = pickle.loads(parcels.read_bytes())
     parcels.unlink()
     return sent
+
+
+def _is_waiting(recorder: Recorder, parent: int) -> None:
+    """Note that the rank is not stuck, but waits for another one; end it if the process that started it has ended."""
+    if os.getppid() != parent:
+        _end_process(1)
+    recorder.called += 1
 
 
 def _samples(step: RecordedStep) -> int | None:

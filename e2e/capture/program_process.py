@@ -63,7 +63,8 @@ class ProgramRanks:
         if place.rank not in self.found:
             process = self.waiting.pop(place.rank, None)
             if process is None:
-                job = ProgramJob(self.launch, self.options, place, Parcels(dict(mailbox.sent)), self.made_up)
+                parcels = Parcels(dict(mailbox.sent), mailbox.shared)
+                job = ProgramJob(self.launch, self.options, place, parcels, self.made_up)
                 process = RankProcess(job, self.folder)
             else:
                 process.deliver(mailbox)

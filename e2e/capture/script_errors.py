@@ -162,13 +162,13 @@ _DISPATCHER = re.compile(r": (?:fallthrough )?registered at .*\[(?:backend fallb
 
 
 class NotYetSent(BaseException):
-    """Raised when a rank waits for the object number ``place`` from ``source``. Not caught by ``except Exception`` of a
-    script.
+    """Raised when a rank waits for the object number ``place`` from ``source``, or for those that ``source`` gives to a
+    group as ``name``. Not caught by ``except Exception`` of a script.
     """
 
-    def __init__(self, source: int, place: int) -> None:
-        super().__init__(source, place)
-        self.source, self.place = source, place
+    def __init__(self, source: int, place: int, name: str | None = None) -> None:
+        super().__init__(source, place, name)
+        self.source, self.place, self.name = source, place, name
 
 
 @contextmanager

@@ -7,12 +7,14 @@ the stream of the call, and the number of the returned work object.
 Python objects are sent between ranks in a :class:`Mailbox`, as pipeline stages do to agree on shapes. It outlives the
 capture of one rank: a rank that requests an object not sent yet stops with
 :class:`e2e.capture.script_errors.NotYetSent` and is captured again, from its beginning, when its peer has sent it.
+What one rank gives to all of a group is kept in :mod:`e2e.capture.distributed.shared_objects`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
+from e2e.capture.distributed.shared_objects import SharedObjects
 from e2e.capture.environment import WAIT_EVENT
 from e2e.capture.known_values import know, known
 from e2e.capture.script_errors import NotYetSent
@@ -30,6 +33,10 @@ from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT
 
 # Functional forms that work in place: they return their first argument.
 _IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
+# Between two looks whether another rank has given an object.
+PAUSE_SECONDS = 0.05
+# Looks at which two ranks wait for each other before one goes on.
+MOST_CROSSED = 40
 # Functional forms that work in place on a copy, as in their C++ bodies.
 _COPIES_FIRST = frozenset(("all_reduce", "broadcast", "all_reduce_coalesced"))
 
@@ -288,9 +295,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Mailbox:
-    """Objects in transit: (source, target) -> all objects sent, in order."""
+    """Objects in transit: (source, target) -> all objects sent, in order; and those that are for all of a group."""
 
     sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    shared: SharedObjects | None = None
     _posted: dict[tuple[int, int], int] = field(default_factory=dict)
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -314,7 +322,10 @@ class Mailbox:
                 self.sent[pair] = box
 
     def ready(self, rank: int, wanted: NotYetSent) -> bool:
-        """True if the object that ``rank`` waited for has been sent."""
+        """True if the object that ``rank`` waited for has been sent, or never will be given to its group."""
+        if wanted.name is not None:
+            assert self.shared is not None
+            return self.shared.found(wanted.name) or self.shared.has_ended(wanted.source)
         return len(self.sent.get((wanted.source, rank), [])) > wanted.place
 
     def take(self, source: int, target: int) -> list[Any]:
@@ -326,6 +337,54 @@ class Mailbox:
         self._taken[source, target] = place + 1
         return box[place]
 
+    def give(self, name: str, objects: list[Any]) -> None:
+        """Store the objects for all of a group."""
+        if self.shared is not None:
+            self.shared.give(name, objects)
+
+    def given(self, source: int, target: int, name: str, needed: bool) -> list[Any] | None:
+        """Return the objects that ``source`` gives to the group of ``target`` as ``name``, when it has; None if it does
+        not come to it, or is not run: rank 0 always is, others if the objects are ``needed``.
+        """
+        while self.shared is not None:
+            runs = self.shared.runs(source)
+            if self.shared.found(name) or (runs and self._comes(source, target, name)):
+                return self.shared.take(name)
+            if self.shared.runs(source) or self.shared.has_ended(source) or not (needed or source == 0):
+                return self.shared.take(name) if self.shared.found(name) else None
+            if not runs:
+                self._await(NotYetSent(source, 0, name))
+        return None
+
+    def meet(self, rank: int, others: Iterable[int], name: str) -> None:
+        """Wait at a barrier for ``others`` that run at the same time: files of one may be read by another behind it."""
+        if self.shared is None:
+            return
+        self.shared.give(f"{name} by {rank}", [])
+        for other in others:
+            if other != rank and self.shared.runs(other):
+                self._comes(other, rank, f"{name} by {other}")
+
+    def _comes(self, other: int, rank: int, name: str) -> bool:
+        """Wait until ``other`` has given ``name``; False if it does not run any more, or waits for ``rank`` in turn."""
+        assert self.shared is not None
+        crossed = 0
+        with self.shared.waiting(rank, other):
+            while not self.shared.found(name) and crossed < MOST_CROSSED:
+                if not self.shared.runs(other):
+                    return self.shared.found(name)
+                crossed = crossed + 1 if self.shared.waits(other, rank) else 0
+                self._pause()
+        return self.shared.found(name)
+
+    def _pause(self) -> None:
+        """Wait for a rank that runs at the same time."""
+        time.sleep(PAUSE_SECONDS)
+
+    def _await(self, missing: NotYetSent) -> None:
+        """Wait for a rank that does not run."""
+        raise missing
+
 
 @dataclass
 class Parcels(Mailbox):
@@ -333,6 +392,8 @@ class Parcels(Mailbox):
 
     # Called when an object has not been sent; it returns with more of them.
     wait: Callable[[NotYetSent], dict[tuple[int, int], list[Any]]] | None = None
+    # Called while a rank that runs at the same time may give one.
+    pause: Callable[[], None] | None = None
 
     def post(self, source: int, target: int, objects: list[Any]) -> None:
         """Store the objects, unless they were sent in an earlier attempt."""
@@ -344,11 +405,19 @@ class Parcels(Mailbox):
             try:
                 return list(pickle.loads(super().take(source, target)[0]))
             except NotYetSent as missing:
-                if self.wait is None:
-                    raise
-                for pair, box in self.wait(missing).items():
-                    if pair[1] == target:
-                        self.sent[pair] = box
+                self._await(missing)
+
+    def _await(self, missing: NotYetSent) -> None:
+        if self.wait is None:
+            raise missing
+        for pair, box in self.wait(missing).items():
+            if len(box) > len(self.sent.get(pair, ())):
+                self.sent[pair] = box
+
+    def _pause(self) -> None:
+        if self.pause is not None:
+            self.pause()
+        super()._pause()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sent": self.sent, "_posted": {}, "_taken": {}, "wait": None}
+        return {**vars(self), "_posted": {}, "_taken": {}, "wait": None, "pause": None}

@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ import torch
 from costmodel.base.errors import InputError, ModelError, Say
 from e2e.capture.distributed.communication import Communication, Mailbox
 from e2e.capture.distributed.deepspeed_package import deepspeed_package
+from e2e.capture.distributed.shared_objects import SharedObjects
 from e2e.capture.distributed.world import RankPlace, fake_world, patched_libraries
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting, tf32_switches
@@ -239,17 +241,18 @@ def capture_job(
     progress: Say | None = None,
 ) -> DistributedCapture:
     """Capture one steady step of ``program`` on ``gpus`` GPUs (see the rules in the module docstring)."""
-    job = _Job(program, gpus, gpus_per_node, progress)
-    job.check(ranks)
-    kinds: dict[int, int] = {}
-    if ranks:
-        job.capture(ranks)
-    else:
-        if program.at_once > 1:
-            job.run(sorted({0, gpus - 1}))
-        job.capture([0])
-        kinds = job.kinds()
-        job.capture(list(kinds))
+    with TemporaryDirectory(prefix="e2e-objects-") as folder:
+        job = _Job(program, gpus, gpus_per_node, progress, SharedObjects(Path(folder)))
+        job.check(ranks)
+        kinds: dict[int, int] = {}
+        if ranks:
+            job.capture(ranks)
+        else:
+            if program.at_once > 1:
+                job.run(sorted({0, gpus - 1}))
+            job.capture([0])
+            kinds = job.kinds()
+            job.capture(list(kinds))
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
     first = job.captured[order[0]]
@@ -280,11 +283,17 @@ class _Job:
     gpus: int
     gpus_per_node: int
     progress: Say | None
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    shared: SharedObjects
+    mailbox: Mailbox = field(init=False)
     # Ranks that were run, and those of them that stand for the job.
     seen: dict[int, CapturedRank] = field(default_factory=dict)
     captured: dict[int, CapturedRank] = field(default_factory=dict)
     signatures: dict[int, RankSignature] = field(default_factory=dict)
+    # Ranks that are run for what they give to a group.
+    givers: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.mailbox = Mailbox(shared=self.shared)
 
     def check(self, ranks: Sequence[int] | None) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
@@ -309,7 +318,7 @@ class _Job:
             for rank in all_ranks:  # which grows
                 peers = self.seen[rank].peers if rank in self.seen else ()
                 all_ranks += [peer for peer in sorted(peers) if peer not in all_ranks]
-            wanted = [rank for rank in all_ranks if rank not in self.seen]
+            wanted = [rank for rank in (*all_ranks, *sorted(self.givers - {*all_ranks})) if rank not in self.seen]
             if not wanted:
                 return all_ranks
             for found in self._attempts(self._next(wanted, waiting), waiting):
@@ -322,11 +331,13 @@ class _Job:
         rank = wanted[0]
         raise ModelError(
             f"{self.program.reference}: rank {rank} waits for an object from rank {waiting[rank].source}, which never "
-            "sends one; look for recv_object_list without its send_object_list"
+            "sends one; look for recv_object_list without its send_object_list, or ranks that wait for each other"
         )
 
     def _attempts(self, ranks: list[int], waiting: dict[int, NotYetSent]) -> list[set[int]]:
         """Run ``ranks`` at the same time, or note the objects they wait for; return the peers of each."""
+        for rank in ranks:
+            self.shared.begin(rank)
         if len(ranks) == 1:
             return [self._attempt(ranks[0], waiting)]
         with ThreadPoolExecutor(len(ranks)) as pool:
@@ -336,11 +347,18 @@ class _Job:
         """Run ``rank`` or note the object it waits for; return its peers."""
         if self.progress is not None:
             self.progress(f"capturing rank {rank} of {self.gpus}")
+        waits = False
         try:
             self.seen[rank] = self.program.capture(self._place(rank), self.mailbox)
         except NotYetSent as wait:
-            waiting[rank] = wait
-            return {wait.source} | {target for source, target in self.mailbox.sent if source == rank}
+            waiting[rank], waits = wait, True
+            targets = {target for source, target in self.mailbox.sent if source == rank}
+            if wait.name is None:
+                return {wait.source} | targets
+            self.givers.add(wait.source)
+            return targets
+        finally:
+            self.shared.end(rank, for_now=waits)
         return set(self.seen[rank].peers)
 
     def kinds(self) -> dict[int, int]:
@@ -385,7 +403,10 @@ class _Job:
         """Note the signatures of ``ranks``."""
         for rank in ranks:
             if rank not in self.signatures and rank not in self.seen:
-                signature = self.program.signature(self._place(rank), self.mailbox)
+                try:
+                    signature = self.program.signature(self._place(rank), self.mailbox)
+                except NotYetSent:  # known when it has been run to its end
+                    signature = None
                 if signature is None:
                     self.run(ranks)
                 else:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+
+import torch
 
 from e2e.capture.distributed.communication import Communication
 from e2e.step.operator_trace import OperatorCall, tensors
@@ -18,7 +21,11 @@ _COMMUNICATION = tuple(f"{namespace}::" for namespace in Communication.NAMESPACE
 
 @dataclass(frozen=True)
 class RankWork:
-    """Elements on the GPU that go through each operator, and the number of calls of each collective."""
+    """Elements on the GPU that go through each operator that does more than make a view, and the number of calls of
+    each collective.
+
+    A rank that finds its part in a large tensor by more slices than another one does not do more.
+    """
 
     elements: Counter[str]
     collectives: Counter[str]
@@ -38,6 +45,15 @@ def work_of(calls: Iterable[OperatorCall]) -> RankWork:
     for call in calls:
         if call.name.startswith(_COMMUNICATION):
             collectives[call.name] += 1
+        if _makes_view(call.name):
+            continue
         held = [each for each in tensors((*call.inputs, *call.outputs)) if each.device != "cpu"]
         elements[call.name] += sum(prod(each.shape) for each in held)
     return RankWork(elements, collectives)
+
+
+@cache
+def _makes_view(name: str) -> bool:
+    namespace, _, short = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), short, None)
+    return packet is not None and any(getattr(packet, overload).is_view for overload in packet.overloads())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -342,7 +343,7 @@ def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox, *, launch
 
 
 def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
-    yield from _start_patches(recorder)
+    yield from _start_patches(place, recorder, mailbox)
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
     yield from ddp_patches(recorder)
@@ -351,10 +352,11 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
         yield from data_parallel_patches(recorder, dist.is_initialized)
 
 
-def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _start_patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
     gpus = dist.get_world_size()
     names = ["nccl"]
+    barriers: Counter[str] = Counter()
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         count = kwargs.get("world_size", -1)
@@ -365,7 +367,12 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too
 
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **more: Any) -> Any:
-        return recorder.communication.barrier(group or c10d._get_default_group(), async_op)
+        group = group or c10d._get_default_group()
+        if not async_op and dist.get_rank(group) >= 0:
+            barriers[group.group_name] += 1
+            name = f"barrier {barriers[group.group_name]} in {group.group_name}"
+            mailbox.meet(place.rank, dist.get_process_group_ranks(group), name)
+        return recorder.communication.barrier(group, async_op)
 
     def in_batch(p2p_op_list: list[Any]) -> list[Any]:
         with recorder.communication.batch():
@@ -424,9 +431,10 @@ def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patches of object communication: objects between two ranks are really sent; in a collective, the other
-    ranks send the same as this one.
+    """Yield the patches of object communication: objects between two ranks, and those of a broadcast or scatter, are
+    really sent; gathered from all, the other ranks send the same as this one, as do sources that are not run.
     """
+    calls: Counter[str] = Counter()
 
     def peer(group: Any, world_rank: int | None, group_rank: int | None) -> int:
         if world_rank is not None:
@@ -465,17 +473,48 @@ def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, s
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def broadcast(object_list: list[Any], *more: Any, **named: Any) -> None:
-        return None
+    def shared(
+        kind: str, src: int | None, group: Any, group_src: int | None, own: list[Any], missing: bool
+    ) -> list[Any]:
+        """Return the objects of the source, which gives its ``own``, as do others in its place that do not miss any."""
+        group = group or c10d._get_default_group()
+        if dist.get_rank(group) < 0:
+            return own
+        source = 0 if src is None and group_src is None else peer(group, src, group_src)
+        call = f"{kind} by {source} in {group.group_name}"
+        calls[call] += 1
+        name = f"{call}, {calls[call]}"
+        if source == place.rank:
+            mailbox.give(name, own)
+            return own
+        found = mailbox.given(source, place.rank, name, missing)
+        return own if found is None else found
+
+    def broadcast(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        missing = all(each is None for each in object_list)
+        object_list[:] = shared("broadcast", src, group, group_src, list(object_list), missing)
 
     def scatter(
         scatter_object_output_list: list[Any],
         scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
         *more: Any,
         **named: Any,
     ) -> None:
-        if scatter_object_input_list:
-            scatter_object_output_list[0] = scatter_object_input_list[0]
+        missing = scatter_object_output_list[:1] == [None]
+        found = shared("scatter", src, group, group_src, list(scatter_object_input_list or ()), missing)
+        if found and (rank := dist.get_rank(group)) >= 0:
+            scatter_object_output_list[0] = found[rank]
 
     for module in (dist, c10d):
         yield module, "send_object_list", send

@@ -185,6 +185,42 @@ def test_cuda_means_the_device_without_memory():
     assert {t.device for c in trace.calls if c.name == "aten::addmm" for t in c.outputs} <= {"cuda:0"}
 
 
+class Halved(torch.Tensor):
+    """Tensor that holds another one, in bfloat16."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Halved:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), dtype=torch.float32, device=held.device)
+        made.held = held
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.held if isinstance(each, Halved) else each for each in args), **(kwargs or {}))
+
+
+class Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return Halved(tensor.to(torch.bfloat16))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.float()
+
+
+def test_a_tensor_that_holds_one_on_the_gpu_is_where_that_is():
+    weight = torch.zeros(8, 8, device="meta", requires_grad=True)
+    trace = record(lambda: torch.mm(Halve.apply(weight), torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")))
+    products = [call for call in trace.calls if call.name == "aten::mm"]
+    assert [each.dtype for each in products[-1].inputs] == ["bfloat16"] * 2
+
+
 def test_a_batch_from_the_host_is_copied_to_the_device():
     batch = torch.ones(4, 4)
     trace = record(lambda: batch.to("cuda", non_blocking=True) + 1)

@@ -636,6 +636,15 @@ return torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1, device="cuda"
     lowered(written(tmp_path, body), 4, ranks=[0])
 
 
+def test_an_object_comes_from_a_rank_that_is_not_asked_for(tmp_path):
+    body = """dist.init_process_group("nccl")
+width = [None if dist.get_rank() else 64]
+dist.broadcast_object_list(width)
+model = torch.nn.Linear(64, width[0], device="cuda")
+return model, lambda: model(torch.randn(8, 64, device="cuda")).sum().backward()"""
+    assert capture_distributed(written(tmp_path, body), 4, ranks=[3]).multiplicity == {3: 4}
+
+
 def test_a_sharded_checkpoint_is_planned_though_the_other_ranks_have_no_parts(tmp_path):
     body = f"""import torch.distributed.checkpoint
 from torch.distributed.fsdp import fully_shard

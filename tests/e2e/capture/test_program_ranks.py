@@ -90,6 +90,93 @@ def after():
     assert [(names(trace)["c10d::send"], names(trace)["c10d::recv_"]) for trace in found.traces] == [(1, 0), (0, 1)]
 
 
+def test_ranks_get_what_the_first_one_broadcasts_and_scatters(tmp_path):
+    """Where it does not come to a broadcast, they keep what they have."""
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+shared, own = ([64], [None]) if rank == 0 else ([None], [None])
+dist.broadcast_object_list(shared, src=0)
+dist.scatter_object_list(own, [10, 11, 12, 13] if rank == 0 else None, src=0)
+assert own == [10 + rank], own
+model = torch.nn.Linear(64, shared[0]).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    if rank:
+        kept = [rank]
+        dist.broadcast_object_list(kept, src=0)
+        assert kept == [rank], kept
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4)
+    assert found.multiplicity == {0: 4}
+
+
+def test_a_rank_that_gives_an_object_to_its_group_is_run_but_not_modelled_for_it(tmp_path):
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+width = [64 if rank % 2 == 0 else None]
+dist.broadcast_object_list(width, src=rank // 2 * 2, group=pairs[rank // 2])
+model = torch.nn.Linear(64, width[0]).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 4 train.py", 4)
+    assert found.multiplicity == {0: 4}
+
+
+def test_ranks_that_run_at_the_same_time_meet_at_barriers(tmp_path, monkeypatch):
+    """So that one reads what another has written, until that moves it; one that has ended is not waited for."""
+    monkeypatch.setattr(ProgramRanks, "at_once", 2)
+    program = f"""{HEAD}
+import time
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    time.sleep(1)
+    os.mkdir("unfinished")
+dist.barrier()
+time.sleep(rank / 2)
+assert os.path.exists("unfinished")
+dist.barrier()
+if rank == 0:
+    os.rename("unfinished", "finished")
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+    if rank:
+        dist.barrier(dist.group.WORLD)
+        torch.ones(1, device="cuda") * torch.ones(1, device="cuda")
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 3 train.py", 3)
+    assert sum(found.multiplicity.values()) == 3
+
+
+def test_ranks_that_wait_for_each_other_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(ProgramRanks, "at_once", 2)
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    dist.barrier()
+else:
+    dist.broadcast_object_list([None], 0)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+{LOOP}"""
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 2}
+
+
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     program = f"""{HEAD}
 dist.init_process_group("nccl")
@@ -299,3 +386,13 @@ def test_work_counts_elements_on_the_gpu_only():
 
     call = OperatorCall(0, "aten::add", None, 0, inputs=(tensor("cuda:0"), tensor("cpu")), outputs=(tensor("cuda:0"),))
     assert work_of([call]).elements == Counter({"aten::add": 64})
+
+
+def test_views_are_no_work():
+    """As of a rank that finds its part in a large tensor by more slices than another one."""
+    held = Tensor(0, 0, (4, 8), "float32", "cuda:0")
+    calls = [
+        OperatorCall(number, name, None, 0, inputs=(held,), outputs=(held,))
+        for number, name in enumerate(["aten::slice", "aten::view", "aten::neg"])
+    ]
+    assert work_of(calls).elements == Counter({"aten::neg": 64})
