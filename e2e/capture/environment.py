@@ -188,8 +188,6 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # The meta device means autocast of the GPU.
         (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
-        # TorchScript compiles source text, which is not that of the functions replaced here.
-        (torch.jit, "script", lambda what=None, *args, **kwargs: what),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "default_generators", _Generators()),
         (torch.cuda, "device_count", lambda: 1),

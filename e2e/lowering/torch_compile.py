@@ -64,14 +64,16 @@ _SMALL_CHANNELS = 64
 _NHWC_OVER_NCHW = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
 
 
-def compiled_layout(rank: RankGraph) -> RankGraph:
-    """Return ``rank`` with convolutions, batch norms and pooling in NHWC if Inductor would convert the graph."""
-    if not turns_to_channels_last([task for task in rank.tasks if _is_compiled(rank, task)]):
+def compiled_layout(rank: RankGraph, parts: Container[int] | None = None) -> RankGraph:
+    """Return ``rank`` with convolutions, batch norms and pooling in NHWC if Inductor would convert the graph.
+
+    ``parts``: calls that are compiled (None: all).
+    """
+    compiled = {task.id for task in rank.tasks if _is_compiled(rank, task) and (parts is None or task.call in parts)}
+    if not turns_to_channels_last([task for task in rank.tasks if task.id in compiled]):
         return rank
     tasks = tuple(
-        replace(task, operators=tuple(_channels_last(each) for each in task.operators))
-        if _is_compiled(rank, task)
-        else task
+        replace(task, operators=tuple(_channels_last(each) for each in task.operators)) if task.id in compiled else task
         for task in rank.tasks
     )
     return replace(rank, tasks=tasks)
@@ -174,7 +176,7 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
 
     ``parts``: call -> its separately compiled part of the model.
     """
-    rank = compiled_layout(rank)
+    rank = compiled_layout(rank, parts)
     nodes = _nodes(rank, trace, parts)
     freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
     nodes, again = _generated(nodes, freed, exact=trace.regions is not None)
