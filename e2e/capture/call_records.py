@@ -195,13 +195,16 @@ class Converter:
         self.identities = Identities()
 
     def tensor(self, tensor: torch.Tensor) -> Tensor:
-        """Return the record of ``tensor``; sparse tensors have no strides and no single storage."""
+        """Return the record of ``tensor``; a sparse one has the shape of the values that it holds, no strides and no
+        single storage.
+        """
         tensor = unwrapped(tensor)
         strided = tensor.layout is torch.strided
+        held = tensor._values() if tensor.layout is torch.sparse_coo else tensor
         return Tensor(
             id=self.identities.tensor(tensor),
             storage=self.identities.storage(tensor) if strided else -1,
-            shape=tuple(tensor.shape),
+            shape=tuple(held.shape),
             dtype=DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."),
             device=DEVICE_NAMES.get(tensor.device.type) or str(tensor.device),
             stride=tensor.stride() if strided else None,

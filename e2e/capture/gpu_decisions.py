@@ -231,6 +231,8 @@ class GpuDecisions(TorchFunctionMode):
         if name == "__get__":
             return _property(func, args, kwargs)
         if name == "__set__" and func == _SET_DATA:
+            if args[0].device.type == "meta" and args[1].device.type == "cpu":
+                args = args[0], args[1].to("meta")  # numbers for a parameter, which has none, from a constructor
             with self._recorder.convert.identities.moving(args[0]):
                 return func(*args, **kwargs)
         if name in NOT_OPERATORS or not all(issubclass(kind, torch.Tensor) for kind in types):

@@ -38,6 +38,24 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _as_held(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Return a copy of a sparse tensor, coalesced or not: as many values as it holds, as if no two had one place.
+    PyTorch's own copies without data hold none.
+    """
+    if tensor.layout is not torch.sparse_coo or not _is_meta(tensor):
+        return func(tensor, **kwargs)
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        tensor.sparse_dim(), tensor.dense_dim(), tensor.shape, tensor._indices(), tensor._values(),
+        dtype=tensor.dtype, layout=tensor.layout, device=tensor.device,
+    )  # fmt: skip
+
+
+def _add_in_place(func: Any, tensor: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> Any:
+    """Return the sum; PyTorch's own of a sparse tensor without data fails."""
+    sparse = other.layout is torch.sparse_coo and _is_meta(tensor)
+    return tensor if sparse else func(tensor, other, **kwargs)
+
+
 def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """Return the result of a foreach operator, in place or as a new list, without computing shapes tensor by tensor."""
     if not func._schema.returns:
@@ -260,6 +278,9 @@ _SPECIAL: dict[Any, Any] = {
     aten._to_copy.default: _copy_to,
     aten.copy_.default: _copy_into,
     aten.native_dropout.default: _native_dropout,
+    aten.clone.default: _as_held,
+    aten._coalesce.default: _as_held,
+    aten.add_.Tensor: _add_in_place,
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
     aten.batch_norm_stats.default: _shared_moments,

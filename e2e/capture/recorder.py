@@ -184,6 +184,7 @@ AUTOGRAD_THREAD = 1
 NO_SEQUENCE = 2**64 - 1
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _DETACH = torch.ops.aten.detach.default
+_CLONE = torch.ops.aten.clone.default
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -261,6 +262,8 @@ class Recorder(TorchDispatchMode):
         # Calls that CUDA graphs replay, and compiled modules whose calls they are.
         self.graphs = Regions(apart=True)
         self.graphed: set[int] = set()
+        # Modules that TorchScript compiles.
+        self.scripted: set[int] = set()
         # True while a CUDA graph is captured; optimizers that take a step in it.
         self.capturing = False
         self.stepped: list[Any] = []
@@ -345,10 +348,13 @@ class Recorder(TorchDispatchMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
-        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+        if self.regions is not None and self._is_compiled(module):
             self.regions.enter()
         if id(module) in self.graphed:
             self.graphs.enter()
+
+    def _is_compiled(self, module: torch.nn.Module) -> bool:
+        return type(module).__name__.endswith("OptimizedModule") or id(module) in self.scripted
 
     def leave_module(self, module: torch.nn.Module, given: Any, *named_and_returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given`` and named arguments, which PyTorch leaves out
@@ -357,7 +363,7 @@ class Recorder(TorchDispatchMode):
         *named, returned = named_and_returned
         if self._here.modules:
             self._here.modules.pop()
-        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
+        if self.regions is not None and self._is_compiled(module):
             self.regions.leave()
         if id(module) in self.graphed:
             self.graphs.leave()
@@ -541,7 +547,7 @@ class Recorder(TorchDispatchMode):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
         # What a data loader's worker does takes no time of the program's own process.
-        if not self.enabled or self._is_artefact(func) or get_worker_info() is not None:
+        if not self.enabled or self._is_artefact(func, args) or get_worker_info() is not None:
             return self._result(func, args, kwargs)
         body = None if self.custom is None else self.custom.implementation(func)
         if body is not None:
@@ -586,13 +592,17 @@ class Recorder(TorchDispatchMode):
             return nullcontext()
         return self.frame(name)
 
-    def _is_artefact(self, func: Any) -> bool:
-        """True for calls that exist only in a recording below autograd: marks of the profiler, and detaching of saved
-        results.
+    def _is_artefact(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """True for calls that exist only in a recording below autograd: marks of the profiler, detaching of saved
+        results, and copies of sparse gradients.
 
         Without a recorder autograd saves a result without calling an operator. The script's own ``detach`` has a frame,
-        and a gradient is really detached when it becomes ``.grad``.
+        and a gradient is really detached when it becomes ``.grad``. A sparse gradient becomes ``.grad`` as it is if
+        nothing else refers to it; recorded tensors also have a Python object.
         """
+        if func is _CLONE and args[0].layout is torch.sparse_coo:
+            node = torch._C._current_autograd_node()
+            return node is not None and node.name() == ACCUMULATE_GRAD
         if func is _DETACH:
             if self._here.frames and self._here.frames[-1].name == "aten::detach":
                 return False
@@ -613,7 +623,8 @@ class Recorder(TorchDispatchMode):
             return False
         first, second = args[0], args[1]
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.device == second.device
-        return alike and first.is_floating_point() and 0 not in first.stride()
+        dense = first.layout is torch.strided
+        return alike and dense and first.is_floating_point() and 0 not in first.stride()
 
     def _recomputes(self) -> bool:
         """True if a forward pass runs again inside the backward pass (``torch.utils.checkpoint``): functions of the

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,11 +40,9 @@ from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
 
 @contextmanager
 def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iterator[None]:
-    """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
-    compiled functions and modules are added to ``found``; their calls are regions of ``recorder``.
-
-    So are calls of functions that TorchScript compiles from their source text, which is not that of what is replaced
-    here: it fuses element-wise work too. It calls the same kernels for modules, which stay as they are.
+    """Context in which ``torch.compile`` and TorchScript leave functions unchanged, and modules may break the graphs of
+    the compiler. Names of compiled functions and modules are added to ``found``; their calls are regions of
+    ``recorder``.
     """
     compile_module, regions = torch.compile, None if recorder is None else recorder.regions
 
@@ -72,12 +69,6 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
             return model
         return in_region(in_region(model, recorder.graphs) if in_graphs else model, regions)
 
-    def scripted(what: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if regions is None or not isinstance(what, FunctionType):
-            return what
-        found.append(what.__name__)
-        return in_region(what, regions)
-
     def disabling(module: Any) -> Iterator[tuple[Any, str, Any]]:
         disable = module.disable
 
@@ -93,10 +84,24 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
 
         yield module, "disable", disabled
 
+    def scripted(what: Any = None, *_: Any, **__: Any) -> Any:
+        # Compiled from source text, which is not that of the functions replaced here. Its fuser, as Inductor, joins
+        # element-wise operators to kernels, and none of it is Python.
+        if regions is None or not callable(what) or isinstance(what, type):
+            return what
+        found.append(
+            type(what).__name__ if isinstance(what, torch.nn.Module) else getattr(what, "__name__", "function")
+        )
+        if isinstance(what, torch.nn.Module):
+            if recorder is not None:
+                recorder.scripted.add(id(what))
+            return what
+        return in_region(what, regions)
+
     disables = dict.fromkeys(("torch.compiler", "torch._dynamo"), disabling)
     recomputing = patch.object(checkpoints, "_recomputation_hook", _recomputing(regions or Regions()))
-    script = patch.object(torch.jit, "script", scripted)
-    with patch.object(torch, "compile", compiled), script, patched_imports(disables), recomputing:
+    scripting = patch.object(torch.jit, "script", scripted)
+    with patch.object(torch, "compile", compiled), scripting, patched_imports(disables), recomputing:
         yield
 
 

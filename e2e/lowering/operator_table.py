@@ -115,6 +115,10 @@ ALIASES = (
         "indices",
         "values",
         "_unpack_dual",
+        "_sparse_coo_tensor_with_dims_and_tensors",
+        "_sparse_coo_tensor_unsafe",
+        "_coalesced_",
+        "is_coalesced",
     )
 )
 ALLOCATIONS = (

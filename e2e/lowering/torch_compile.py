@@ -64,16 +64,16 @@ _SMALL_CHANNELS = 64
 _NHWC_OVER_NCHW = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
 
 
-def compiled_layout(rank: RankGraph, parts: Mapping[int, object] | None = None) -> RankGraph:
+def compiled_layout(rank: RankGraph, parts: Container[int] | None = None) -> RankGraph:
     """Return ``rank`` with convolutions, batch norms and pooling in NHWC if Inductor would convert the graph.
 
-    ``parts``: as for :func:`compile_rank`.
+    ``parts``: calls that are compiled (None: all).
     """
-    inside = {task.id for task in rank.tasks if _is_compiled(rank, task) and (parts is None or task.call in parts)}
-    if not turns_to_channels_last([task for task in rank.tasks if task.id in inside]):
+    compiled = {task.id for task in rank.tasks if _is_compiled(rank, task) and (parts is None or task.call in parts)}
+    if not turns_to_channels_last([task for task in rank.tasks if task.id in compiled]):
         return rank
     tasks = tuple(
-        replace(task, operators=tuple(_channels_last(each) for each in task.operators)) if task.id in inside else task
+        replace(task, operators=tuple(_channels_last(each) for each in task.operators)) if task.id in compiled else task
         for task in rank.tasks
     )
     return replace(rank, tasks=tasks)

@@ -1,16 +1,18 @@
 """Apex: fused norms and optimizers, ``amp``, data parallelism. Its optimizers keep their state in 32 bits and take a
-few kernels for all parameters.
+few kernels for all parameters. ``amp`` at level O2 gives any optimizer copies of the parameters in 32 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from e2e.capture.cuda_packages.finder import refuse
 from e2e.capture.cuda_packages.kernels import norm
@@ -42,6 +44,12 @@ class FusedRMSNorm(FusedLayerNorm):
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **named: Any) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.bias = None  # type: ignore[assignment]
+
+
+def _affine_norm(input: torch.Tensor, weight: Any, bias: Any, shape: Any, eps: float = 1e-6, *_: Any) -> Any:
+    """Return the layer norm of the last dimensions."""
+    rows = input.flatten(-len(shape))
+    return norm(rows, "layer_norm", weight.flatten(), bias.flatten()).view_as(input)
 
 
 class _FusedOptimizer(torch.optim.Optimizer):
@@ -139,69 +147,176 @@ class FusedNovoGrad(FusedAdam):
 # --- amp -----------------------------------------------------------------------------------------------
 
 
-class _Amp:
-    """State of ``amp``: whether gradients are scaled."""
+class _LossScaler:
+    """Scale of a loss. Unless it is a number of the program's, the host reads after each pass whether a gradient has
+    overflowed, which changes it.
+    """
 
-    scaled = False
+    def __init__(self) -> None:
+        self.dynamic = True
+        self._loss_scale = 65536.0
+        self._overflow_buf: torch.Tensor | None = None
+
+    def loss_scale(self) -> float:
+        """Return the scale."""
+        return self._loss_scale
+
+    def update_scale(self) -> bool:
+        """Read whether a gradient has overflowed: none has."""
+        if self.dynamic and self._overflow_buf is not None:
+            self._overflow_buf.item()
+        return False
+
+
+# What ``amp`` holds for all models: whether gradients are scaled, and its scales.
+_STATE = SimpleNamespace(
+    scaled=False, loss_scalers=[_LossScaler()], opt_properties=SimpleNamespace(master_weights=False, enabled=True)
+)
+
+
+class _Masters:
+    """Copies in 32 bits of the ``halves``, an optimizer's parameters of 16 bits, which it updates in their place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.halves: list[torch.Tensor] = []
+        self.all_fp32_from_fp16_params: list[torch.Tensor] = []
+        self.lazy_init_called = True
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.dtype is torch.float16 and parameter.requires_grad:
+                    master = nn.Parameter(parameter.detach().float())
+                    self.halves.append(parameter)
+                    self.all_fp32_from_fp16_params.append(master)
+                    group["params"][place] = master
+                    if parameter in optimizer.state:
+                        optimizer.state[master] = optimizer.state.pop(parameter)
+        step, zero_grad = optimizer.step, optimizer.zero_grad
+
+        def stepped(_: Any, *given: Any, **named: Any) -> Any:
+            found = step(*given, **named)
+            with torch.no_grad():
+                torch._foreach_copy_(self.halves, self.all_fp32_from_fp16_params)
+            return found
+
+        def zeroed(_: Any, *given: Any, **named: Any) -> None:
+            zero_grad(*given, **named)
+            self.forget()
+
+        if self.halves:
+            optimizer.step = MethodType(stepped, optimizer)  # type: ignore[method-assign]
+            optimizer.zero_grad = MethodType(zeroed, optimizer)  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Free the gradients of 16 bits."""
+        for each in self.halves:
+            each.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Add the gradients of 16 bits to those of 32, in a kernel for all parameters."""
+        found = zip(self.halves, self.all_fp32_from_fp16_params, strict=True)
+        pairs = [(half.grad, master) for half, master in found if half.grad is not None]
+        first = [(gradient, master) for gradient, master in pairs if master.grad is None]
+        later = [(gradient, master.grad) for gradient, master in pairs if master.grad is not None]
+        for _, master in first:
+            master.grad = torch.empty_like(master)
+        if first:
+            torch._foreach_copy_([master.grad for _, master in first], [gradient for gradient, _ in first])
+        if later:
+            torch._foreach_add_([total for _, total in later], [gradient for gradient, _ in later])
+
+
+def _all(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def initialize(
-    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", *_: Any, **__: Any
-) -> Any:
-    """Set the precision of models: O1 casts by operator, O2 and O3 keep parameters in 16 bits."""
-    for model in models if isinstance(models, (list, tuple)) else [models]:
-        if not enabled or opt_level == "O0":
-            continue
-        _Amp.scaled = opt_level != "O3"
+    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1", cast_model_type: Any = None,
+    patch_torch_functions: Any = None, keep_batchnorm_fp32: Any = None, master_weights: Any = None,
+    loss_scale: Any = None, cast_model_outputs: Any = None, *_: Any, **__: Any,
+) -> Any:  # fmt: skip
+    """Set the precision of models: O1 casts by operator, O2 and O3 keep parameters in 16 bits, of which O2 gives the
+    optimizer copies in 32.
+    """
+    halved = enabled and opt_level in ("O2", "O3")
+    for model in _all(models) if enabled and opt_level != "O0" else []:
         if opt_level == "O1":
             model.forward = torch.autocast("cuda", dtype=torch.float16)(model.forward)
         else:
-            _halve(model, opt_level)
-    if enabled and opt_level == "O2" and optimizers is not None:
-        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-            if isinstance(optimizer, FusedAdam):
-                optimizer.master = True
+            _halve(model, opt_level == "O2" and keep_batchnorm_fp32 in (None, True, "True"), cast_model_outputs)
+    if enabled and opt_level in ("O1", "O2"):
+        _STATE.scaled = True
+        (scaler,) = _STATE.loss_scalers
+        scaler.dynamic = loss_scale in (None, "dynamic")
+        scaler._loss_scale = 65536.0 if scaler.dynamic else float(loss_scale)
+    _STATE.opt_properties.master_weights = halved and opt_level == "O2"
+    for optimizer in _all(optimizers) if halved and opt_level == "O2" and optimizers is not None else []:
+        optimizer._amp_stash = _Masters(optimizer)
     return models if optimizers is None else (models, optimizers)
 
 
-def _halve(model: nn.Module, level: str) -> None:
+def _halve(model: nn.Module, norms_stay: bool, outputs: torch.dtype | None) -> None:
     model.half()
     for module in model.modules():
-        if level == "O2" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if norms_stay and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.float()
     forward = model.forward
 
+    def to(kind: torch.dtype, value: Any) -> Any:
+        return value.to(kind) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
     @wraps(forward)
     def cast(*given: Any, **named: Any) -> Any:
-        def half(value: Any) -> Any:
-            wide = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-            return value.half() if wide else value
-
-        found = forward(*map(half, given), **{name: half(each) for name, each in named.items()})
-        return found.float() if isinstance(found, torch.Tensor) else found
+        given, named = tree_map(partial(to, torch.float16), (given, named))
+        return tree_map(partial(to, outputs or torch.float32), forward(*given, **named))
 
     model.forward = cast
 
 
 @contextmanager
-def scale_loss(loss: torch.Tensor, optimizers: Any, *_: Any, **__: Any) -> Iterator[torch.Tensor]:
-    """Context with the scaled loss; on exit the gradients are unscaled, and the host reads whether one overflowed."""
-    if not _Amp.scaled:
+def scale_loss(
+    loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any = None, delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:  # fmt: skip
+    """Context with the scaled loss; on exit the gradients are unscaled, those of 16 bits into their copies, and the
+    host reads whether one overflowed.
+    """
+    if not _STATE.scaled:
         yield loss
         return
-    yield loss.float() * 65536.0
-    gradients = [each.grad for each in master_params(optimizers) if each.grad is not None]
-    if gradients:
-        found, inverse = gradients[0].new_zeros(1, dtype=torch.float32), gradients[0].new_ones(1, dtype=torch.float32)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        found.item()
+    masters = [each._amp_stash for each in _all(optimizers) if hasattr(each, "_amp_stash")]
+    delayed = [each for each in masters if getattr(each, "delayed", False)]
+    for each in masters:
+        if each not in delayed:
+            each.forget()
+        each.delayed = delay_unscale
+    (scaler,) = _STATE.loss_scalers
+    yield loss.float() * scaler.loss_scale()
+    if delay_unscale:
+        return
+    for each in masters:
+        each.gather()
+    copies = {id(master) for each in masters for master in each.all_fp32_from_fp16_params}
+    wide = [each for each in master_params(optimizers) if id(each) not in copies]
+    gradients = [each.grad for each in wide if each.grad is not None and not each.grad.is_sparse]
+    scaler._overflow_buf = loss.new_zeros(1, dtype=torch.float32)
+    if gradients and (scaler.dynamic or scaler.loss_scale() != 1.0):
+        inverse = loss.new_ones(1, dtype=torch.float32)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, scaler._overflow_buf, inverse)
+    if not delay_overflow_check:
+        scaler.update_scale()
 
 
 def master_params(optimizers: Any) -> Iterator[torch.Tensor]:
     """Iterate over the parameters of optimizers."""
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+    for optimizer in _all(optimizers):
         for group in optimizer.param_groups:
             yield from group["params"]
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function: what it calls is cast by operator."""
+    return function
 
 
 # --- parallel, lists of tensors ---------------------------------------------------------------------------
@@ -229,6 +344,31 @@ def _scale(chunk: int, flag: Any, lists: Any, factor: Any, *_: Any) -> None:
         torch._foreach_copy_(lists[1], lists[0])
 
 
+def _axpby(chunk: int, flag: Any, lists: Any, *_: Any) -> None:
+    first, second, result = lists
+    if result is not first:
+        torch._foreach_copy_(result, first)
+    torch._foreach_add_(result, second)
+
+
+def _unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a flat tensor of the shapes of tensors."""
+    parts = flat.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+def _flatten(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in parts])
+
+
+def _flat_call(parts: Sequence[torch.Tensor], call: Callable[..., Any], more: Any = None) -> None:
+    """Communicate tensors as one."""
+    flat = _flatten(parts)
+    call(flat, *(more or ()))
+    for part, found in zip(parts, _unflatten(flat, parts), strict=True):
+        part.copy_(found)
+
+
 def _adam(chunk: int, flag: Any, lists: Any, *_: Any) -> None:
     gradients, parameters, first, second, *_others = lists
     torch._fused_adamw_(
@@ -242,6 +382,11 @@ _NORMALIZATION = {
     "FusedRMSNorm": FusedRMSNorm,
     "MixedFusedLayerNorm": FusedLayerNorm,
     "MixedFusedRMSNorm": FusedRMSNorm,
+}
+_FUSED_NORM = {
+    **_NORMALIZATION,
+    "FusedLayerNormAffineFunction": SimpleNamespace(apply=_affine_norm),
+    "fused_layer_norm_affine": _affine_norm,
 }
 _OPTIMIZERS = {
     each.__name__: each for each in (FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad)
@@ -259,16 +404,26 @@ _AMP: dict[str, Any] = {
     "state_dict": dict,
     "load_state_dict": lambda *_: None,
     "disable_casts": nullcontext,
+    "_amp_state": _STATE,
+    **{f"register_{kind}_function": lambda *_: None for kind in ("half", "float", "promote")},
+    **{f"{kind}_function": _as_it_is for kind in ("half", "float", "promote")},
 }
 
 MODULES: dict[str, dict[str, Any]] = {
     "apex": {},
     "apex.amp": _AMP,
+    "apex.amp._amp_state": {"_amp_state": _STATE},
     "apex.normalization": _NORMALIZATION,
-    "apex.normalization.fused_layer_norm": _NORMALIZATION,
+    "apex.normalization.fused_layer_norm": _FUSED_NORM,
     "apex.optimizers": _OPTIMIZERS,
     "apex.parallel": _PARALLEL,
-    "apex.parallel.distributed": {"DistributedDataParallel": data_parallel},
+    "apex.parallel.distributed": {"DistributedDataParallel": data_parallel, "flat_dist_call": _flat_call},
     "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
-    "amp_C": {"multi_tensor_l2norm": _norms, "multi_tensor_scale": _scale, "multi_tensor_adam": _adam},
+    "amp_C": {
+        "multi_tensor_l2norm": _norms,
+        "multi_tensor_scale": _scale,
+        "multi_tensor_axpby": _axpby,
+        "multi_tensor_adam": _adam,
+    },
+    "apex_C": {"flatten": _flatten, "unflatten": _unflatten},
 }

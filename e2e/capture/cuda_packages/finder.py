@@ -44,6 +44,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "xformers": ("xformers", "0.0.32"),
     "apex": ("apex", "0.1"),
     "amp_C": ("apex", "0.1"),
+    "apex_C": ("apex", "0.1"),
     "transformer_engine": ("transformer_engine", "2.8.0"),
     "mamba_ssm": ("state_spaces", "2.2.5"),
     "causal_conv1d": ("state_spaces", "1.5.2"),

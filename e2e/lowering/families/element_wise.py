@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from costmodel.operators.device_work import Elementwise, Reduction
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.work import (
@@ -13,8 +15,9 @@ from e2e.lowering.families.work import (
     gpu_outputs,
     numel,
     priced_dtype,
+    rearrangement,
 )
-from e2e.step.operator_trace import OperatorCall
+from e2e.step.operator_trace import OperatorCall, Tensor
 
 # One kernel that reads every tensor argument once and writes every output once.
 SIMPLE = (
@@ -73,9 +76,29 @@ def _simple(name: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         outputs = gpu_outputs(call) or gpu_inputs(call)[:1]
         largest = max(outputs, key=lambda tensor: len(tensor.shape))
-        return [elementwise(context, kind, largest, gpu_inputs(call), max(len(outputs), 1), call.name)]
+        inputs = gpu_inputs(call)
+        if kind == "add" and len(inputs) == 2 and _is_sparse(inputs[1], largest):
+            return _add_rows(context, largest, inputs[1])
+        return [elementwise(context, kind, largest, inputs, max(len(outputs), 1), call.name)]
 
     return lower
+
+
+def _is_sparse(rows: Tensor, target: Tensor) -> bool:
+    """True for rows of ``target``, which are not as many and not one for all."""
+    some = rows.shape[:1] not in ((1,), target.shape[:1])
+    return some and len(rows.shape) == len(target.shape) and rows.shape[1:] == target.shape[1:]
+
+
+def _add_rows(context: Context, target: Tensor, rows: Tensor) -> list[DeviceWork]:
+    """Lower the addition of a sparse tensor, some rows of the target in any order: a product with the factor, then
+    ``index_add_`` (``add_out_dense_sparse_cuda`` in aten/src/ATen/native/sparse/cuda/SparseCUDATensorMath.cu).
+    """
+    written = Tensor(-1, -1, rows.shape, target.dtype, target.device)
+    return [
+        elementwise(context, "mul", written, [written], 1, "aten::mul"),
+        rearrangement("scatter", written, prod(rows.shape[1:]), name="aten::index_add_"),
+    ]
 
 
 def _generated(name: str) -> Lowering:

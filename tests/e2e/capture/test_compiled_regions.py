@@ -19,13 +19,14 @@ from torch.utils.data._utils import worker
 
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, ScaledGemm
+from costmodel.operators.layers import Conv2d
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.recorder import Recorder
 from e2e.capture.regions import Regions
 from e2e.capture.session import recording
 from e2e.commands.e2e_api import predict
 from e2e.lowering.lower_trace import lower, lower_step
-from e2e.step.operator_trace import OperatorTrace
+from e2e.step.operator_trace import OperatorTrace, tensors
 from e2e.step.options import SeenGpu, StepOptions
 
 OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenGpu(capability=(8, 0)))
@@ -114,6 +115,60 @@ def test_only_what_is_compiled_is_fused():
     assert {"aten::cos", "aten::mul"} <= set(names)
     fused = [name for name in names if name.startswith("inductor")]
     assert len(fused) == 2  # one each way
+
+
+def test_torchscript_fuses_a_function_and_a_module():
+    """Their calls are regions as those of ``torch.compile``; a convolution beside them keeps its layout."""
+
+    class Gate(nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return given.sigmoid() * given
+
+    def run() -> None:
+        @torch.jit.script
+        def scaled(given: torch.Tensor) -> torch.Tensor:
+            return given.tanh() * 2.0 + given
+
+        convolution = nn.Conv2d(8, 64, 3).cuda()
+        torch.jit.script(Gate())(scaled(convolution(tensor(2, 8, 8, 8)))).cos().sum().backward()
+
+    trace = watched(run)
+    names = kernels(trace)
+    assert len([name for name in names if name.startswith("inductor")]) == 4  # of each, one each way
+    assert "aten::cos" in names and not {"aten::tanh", "aten::sigmoid"} & set(names)
+    graph = lower_step(trace, StepOptions(compile=True)).graph.ranks[0]
+    layouts = {each.channels_last for task in graph.tasks for each in task.operators if isinstance(each, Conv2d)}
+    assert layouts == {False}
+
+
+def test_a_sparse_gradient_moves_the_rows_that_it_holds():
+    def run() -> None:
+        table = nn.Embedding(100_000, 128, sparse=True, device="cuda")
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        table(torch.randint(100_000, (4096,), device="cuda")).sum().backward()
+        assert table.weight.grad is not None and table.weight.grad._nnz() == 4096
+        optimizer.step()
+
+    trace = watched(run)
+    graph = lower(trace, StepOptions())
+    update = [task for task in graph.tasks if task.call is not None and graph.calls[task.call].phase == "optimizer"]
+    assert [task.name for task in update] == ["aten::mul", "aten::index_add_"]
+    assert all(each.elements == 4096 * 128 for task in update for each in task.operators)  # type: ignore[union-attr]
+    assert not [task for task in graph.tasks if task.name in ("aten::clone", "aten::copy_")]
+
+
+def test_a_constructor_gives_a_parameter_numbers_that_it_has_computed():
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(4, 4, bias=False)
+            self.product.weight.data = torch.linalg.qr(torch.FloatTensor(4, 4).normal_())[0]
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return self.product(given)  # type: ignore[no-any-return]
+
+    (product,) = [call for call in watched(lambda: Rotation().cuda()(tensor(8, 4))).calls if call.name == "aten::mm"]
+    assert [each.shape for each in tensors(product.inputs)] == [(8, 4), (4, 4)]
 
 
 def test_calls_of_one_compiled_module_are_regions_of_their_own():

@@ -204,6 +204,36 @@ def test_apex_updates_in_one_pass(told: list[str]):
     assert (fused.reads, fused.writes) == (own.reads + 2, own.writes + 2)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_amp_gives_any_optimizer_copies_in_32_bits(told: list[str], passes: int):
+    """Gradients of 16 bits are copied to theirs, or added from the second pass on; copies go back to the parameters."""
+    from apex import amp  # type: ignore[import-not-found]
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        model = nn.Linear(256, 256, bias=False).cuda()
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")
+        (master,) = amp.master_params(optimizer)
+        assert (model.weight.dtype, master.dtype) == (torch.float16, torch.float32)
+        data = torch.randn(8, 256, device="cuda")
+
+        def step() -> None:
+            for _ in range(passes):
+                output = model(data)
+                assert output.dtype is torch.float32
+                with amp.scale_loss(output.sum(), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, step
+
+    graph = lowered(make)
+    moved = [task.name for task in graph.tasks if task.name.startswith("aten::_foreach")]
+    expected = ["aten::_foreach_copy_", *["aten::_foreach_add_"] * (passes - 1)]
+    assert moved[:passes] == expected and moved[-1] == "aten::_foreach_copy_"
+    assert sum(isinstance(action, Synchronize) for action in graph.actions()) == passes  # reads of the overflow
+
+
 def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     modules = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES
     small = modules["bitsandbytes.optim"]["AdamW8bit"]
