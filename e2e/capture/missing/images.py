@@ -107,8 +107,12 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
 
         return create_reader
 
+    def timm_readers(module: Any) -> list[tuple[Any, str, Any]]:
+        made = getattr(module, "create_reader", None)  # of timm 0.6 and later
+        return [] if made is None else [(module, "create_reader", timm_reader(made))]
+
     readers = {
-        "timm.data.dataset": lambda module: [(module, "create_reader", timm_reader(module.create_reader))],
+        "timm.data.dataset": timm_readers,
         "cv2": lambda module: [(module, "imread", reading(module.imread))],
         "torchvision.io.image": lambda module: [(module, "read_file", reading(module.read_file))],
     }
