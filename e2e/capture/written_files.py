@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from e2e.capture.script_lines import script_line
 
@@ -72,6 +73,13 @@ class WrittenFiles:
         for name in sorted(self.made, reverse=True):  # what is in a folder before the folder
             with suppress(OSError):
                 os.rmdir(name) if os.path.isdir(name) else os.remove(name)
+
+
+def _moved(kept: Any, map_location: Any) -> Any:
+    """Return what was saved with its tensors on the GPU, if ``torch.load`` was told to put them there."""
+    if not isinstance(map_location, (str, torch.device)) or torch.device(map_location).type != "cuda":
+        return kept
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(map_location), kept)
 
 
 @contextmanager
@@ -149,9 +157,9 @@ def kept_files(folder: Path, scratch: Path, note: Note) -> Iterator[WrittenFiles
         else:
             save(obj, f, *args, **kwargs)
 
-    def fetch(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def fetch(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         name = os.path.abspath(os.fspath(f)) if isinstance(f, (str, os.PathLike)) else None
-        return saved[name] if name in saved else load(f, *args, **kwargs)
+        return _moved(saved[name], map_location) if name in saved else load(f, map_location, *args, **kwargs)
 
     with ExitStack() as stack:
         for target, name, value in (

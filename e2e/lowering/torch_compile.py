@@ -141,6 +141,8 @@ _CASTS = ("aten::_to_copy", "aten::to")
 _SMALL_TABLE = 4096  # elements of a table that stays in the cache
 _ALIGNED = 8  # elements of 16 bits that products load at once
 _COMPUTES = 300  # multiplications for each element moved, above which the memory limits no product on today's GPUs
+# Operands of what is computed again by each kernel that reads it, and how many times as large it is.
+_READS, _BROADCAST = 4, 8
 _UNROLLED, _POOLED = 8, 25  # elements of an unrolled sum; elements of a generated pooling window
 
 
@@ -383,11 +385,11 @@ def _casts_again(nodes: list[_Node]) -> set[_Node]:
 
 
 def _not_computed(nodes: list[_Node], freed: set[int]) -> set[_Node]:
-    """Return nodes that generated code does not compute: what it has computed before, casts that it computes where
-    they are read, and what nobody reads then. Their readers are redirected.
+    """Return nodes that generated code does not compute: what it has computed before, what it computes where it is
+    read, and what nobody reads then. Their readers are redirected.
     """
     gone = _computed_before(nodes)
-    gone |= _casts_inlined([node for node in nodes if node not in gone])
+    gone |= _inlined([node for node in nodes if node not in gone])
     while True:
         used = {version for node in nodes if node not in gone for version in node.reads}
         dead = {
@@ -440,9 +442,10 @@ def _form(value: object) -> object:
     return tuple(map(_form, value)) if isinstance(value, tuple) else value
 
 
-def _casts_inlined(nodes: list[_Node]) -> set[_Node]:
-    """Return casts that only generated code of the same region reads, which computes them itself: their readers read
-    what is cast.
+def _inlined(nodes: list[_Node]) -> set[_Node]:
+    """Return what only generated code of the same region reads, which computes it itself: casts, and results that are
+    much larger than their few operands (``realize_reads_threshold``), such as masks and biases that are broadcast.
+    Their readers read the operands.
     """
     readers: dict[tuple[int, int], list[_Node]] = defaultdict(list)
     for node in nodes:
@@ -450,17 +453,34 @@ def _casts_inlined(nodes: list[_Node]) -> set[_Node]:
             readers[version].append(node)
     inlined: set[_Node] = set()
     for node in nodes:
-        if not node.fusible or node.call.name not in _CASTS or len(node.writes) != 1 or len(node.reads) != 1:
+        if not node.fusible or len(node.writes) != 1 or not (_is_cast(node) or _is_broadcast(node)):
             continue
-        (version,), ((source, size),) = node.writes, node.reads.items()
+        (version,) = node.writes
         if not readers[version] or not all(each.fusible and _home(each) == _home(node) for each in readers[version]):
             continue
         for each in readers[version]:
             del each.reads[version]
-            each.reads[source] = max(size, each.reads.get(source, size))
-            readers[source].append(each)
+            for source, size in node.reads.items():
+                each.reads[source] = max(size, each.reads.get(source, size))
+                readers[source].append(each)
         inlined.add(node)
     return inlined
+
+
+def _is_cast(node: _Node) -> bool:
+    return node.call.name in _CASTS and len(node.reads) == 1
+
+
+def _is_broadcast(node: _Node) -> bool:
+    """True for an element-wise result of few operands that together are much smaller."""
+    name = node.call.name
+    if name.endswith("_") or any(each in name for each in _RANDOM) or not 0 < len(node.reads) <= _READS:
+        return False
+    if not all(isinstance(each, Elementwise) for task in node.tasks for each in task.operators):
+        return False
+    return _BROADCAST * sum(elements for elements, _ in node.reads.values()) <= sum(
+        elements for elements, _ in node.writes.values()
+    )
 
 
 def _is_pooling(node: _Node) -> bool:

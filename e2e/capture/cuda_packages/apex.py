@@ -11,10 +11,10 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from e2e.capture.cuda_packages.finder import refuse
 from e2e.capture.cuda_packages.kernels import norm
 
 
@@ -327,6 +327,50 @@ def data_parallel(module: nn.Module, *_: Any, **__: Any) -> Any:
     return nn.parallel.DistributedDataParallel(module, device_ids=[torch.cuda.current_device()])
 
 
+class LARC:
+    """Wrapper that scales every gradient by the ratio of the norms of weights and gradient, of which the host reads
+    both, and adds the decay of the weights itself.
+    """
+
+    def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        self.optim, self.trust_coefficient, self.clip, self.eps = optimizer, trust_coefficient, clip, eps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optim"], name)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Scale the gradients, then take a step of the optimizer."""
+        groups = self.optim.param_groups
+        decays = [group.get("weight_decay", 0) for group in groups]
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = 0
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._scale(each, decay, group["lr"])
+        self.optim.step()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    def _scale(self, parameter: torch.Tensor, decay: float, rate: float) -> None:
+        weights, gradient = torch.norm(parameter), torch.norm(parameter.grad)
+        if weights != 0 and gradient != 0:
+            ratio = self.trust_coefficient * weights / (gradient + weights * decay + self.eps)
+            if self.clip:
+                ratio = min(ratio / rate, 1)
+            parameter.grad += decay * parameter
+            parameter.grad *= ratio
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Return this rank's group of ``group_size`` ranks in a row, for norms; None for all ranks."""
+    gpus, own = dist.get_world_size(), dist.get_rank()
+    if group_size in (0, gpus):
+        return None
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, gpus, group_size)]
+    return groups[own // group_size]
+
+
 def multi_tensor_applier(kernel: Callable[..., Any], flag: Any, lists: Sequence[Any], *others: Any) -> Any:
     """Call a kernel over lists of tensors."""
     return kernel(2048 * 32, flag, lists, *others)
@@ -395,7 +439,8 @@ _PARALLEL = {
     "DistributedDataParallel": data_parallel,
     "convert_syncbn_model": nn.SyncBatchNorm.convert_sync_batchnorm,
     "SyncBatchNorm": nn.SyncBatchNorm,
-    "LARC": lambda optimizer, *_, **__: refuse("apex.parallel.LARC"),
+    "LARC": LARC,
+    "create_syncbn_process_group": create_syncbn_process_group,
 }
 _AMP: dict[str, Any] = {
     "initialize": initialize,
@@ -418,6 +463,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "apex.optimizers": _OPTIMIZERS,
     "apex.parallel": _PARALLEL,
     "apex.parallel.distributed": {"DistributedDataParallel": data_parallel, "flat_dist_call": _flat_call},
+    "apex.parallel.LARC": {"LARC": LARC},
     "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
     "amp_C": {
         "multi_tensor_l2norm": _norms,

@@ -103,7 +103,10 @@ def made_up_images(folder: Path, note: Note) -> Iterator[None]:
         return opened
 
     def timm_reader(module: Any) -> Iterator[tuple[Any, str, Any]]:
-        known = "create_reader" if hasattr(module, "create_reader") else "create_parser"  # before timm 0.8
+        # By its name from timm 0.8 on, from 0.4 on, and before.
+        known = next((name for name in ("create_reader", "create_parser") if hasattr(module, name)), None)
+        if known is None:
+            return
         original = getattr(module, known)
 
         def create_reader(name: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:

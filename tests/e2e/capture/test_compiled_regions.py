@@ -246,6 +246,23 @@ def test_the_backward_pass_computes_again_what_the_forward_pass_need_not_write()
     assert backward[1:] == (2 * size, size)  # the gradient and the product again
 
 
+def test_what_is_broadcast_is_computed_by_each_kernel_that_reads_it():
+    batch, length = 64, 256
+    size = 4 * batch * length * length
+
+    def run() -> None:
+        def layers(scores: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            total = bias + mask
+            return ((scores + total).softmax(-1) @ scores + total).softmax(-1) @ scores
+
+        given = torch.randn(batch, length, length, device="cuda")
+        bias, mask = torch.randn(1, length, length, device="cuda"), torch.randn(batch, 1, length, device="cuda")
+        torch.compile(layers)(given, bias, mask)
+
+    for _, read, written in fused(watched(run)):
+        assert (read, written) == (pytest.approx(size, rel=0.05), size)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_compiled_step_keeps_what_its_kernels_write(compiled: bool):
     rows, columns = 1024, 8192

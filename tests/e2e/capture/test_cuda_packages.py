@@ -234,6 +234,20 @@ def test_amp_gives_any_optimizer_copies_in_32_bits(told: list[str], passes: int)
     assert sum(isinstance(action, Synchronize) for action in graph.actions()) == passes  # reads of the overflow
 
 
+def test_apex_reads_the_norms_of_every_parameter_for_its_rate(told: list[str]):
+    from apex.parallel.LARC import LARC  # type: ignore[import-not-found]
+
+    def sgd(given: Any, wrap: bool) -> Any:
+        optimizer = torch.optim.SGD(given, lr=0.1, weight_decay=0.1)
+        return LARC(optimizer, clip=False) if wrap else optimizer
+
+    def waits(wrap: bool) -> int:
+        graph = trained(lambda: nn.Linear(256, 256), lambda given: sgd(given, wrap))
+        return sum(isinstance(action, Synchronize) for action in graph.actions())
+
+    assert waits(True) - waits(False) == 2 * 2  # weight and bias, two norms each
+
+
 def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     modules = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES
     small = modules["bitsandbytes.optim"]["AdamW8bit"]

@@ -414,6 +414,21 @@ def test_images_of_torchvision_are_made_up_wherever_their_class_is_taken_from(
         del sys.modules[name]
 
 
+def test_an_old_timm_without_readers_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "timm" / "data"
+    package.mkdir(parents=True)
+    for file in (tmp_path / "timm" / "__init__.py", package / "__init__.py", package / "dataset.py"):
+        file.write_text("CHANGED = False", encoding="utf-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with made_up_images(tmp_path / "made", lambda line: None):
+        module = import_module("timm.data.dataset")
+    for name in ("timm", "timm.data", "timm.data.dataset"):
+        del sys.modules[name]
+    assert not module.CHANGED
+
+
 CIFAR = """
 class CIFAR10:
     def __init__(self, root, train=True, transform=None, target_transform=None, download=False):

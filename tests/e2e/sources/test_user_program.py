@@ -302,14 +302,15 @@ assert tokens.sum() == 3
 os.replace("run/deep/new.txt", "best.txt")
 assert open("best.txt").read() == "new"
 os.makedirs("step-tmp/deep")
-torch.save({"step": 7}, "step-tmp/deep/state.pt")
+torch.save({"step": 7, "images": torch.ones(8, 64)}, "step-tmp/deep/state.pt")
 os.replace("step-tmp", "step")
 tempfile.mkstemp(dir="step")
-assert os.path.exists("step/deep/state.pt") and torch.load("step/deep/state.pt") == {"step": 7}
+assert os.path.exists("step/deep/state.pt") and torch.load("step/deep/state.pt")["step"] == 7
+images = torch.load("step/deep/state.pt", map_location=torch.device("cuda", 0))["images"]
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
-    model(torch.randn(8, 64, device="cuda")).mean().backward()
+    model(images).mean().backward()
     optimizer.step()
     torch.save(model.state_dict(), "checkpoint.pt")
     model.load_state_dict(torch.load("checkpoint.pt"))
