@@ -101,6 +101,8 @@ class FoundStep:
     notes: tuple[str, ...] = ()
     # Passes outside of the step, which train nothing.
     evaluations: tuple[Evaluation, ...] = ()
+    # It was taken of several that differ by their data.
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class StepFinder:
     richest: RecordedStep | None = None
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
+    # The step was taken of several that differ by their data.
+    drawn: bool = False
     # The first outermost module with parameters.
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
@@ -316,7 +320,8 @@ class StepFinder:
         number = alike[taken]
         least, own, most = (work[alike[place]].elements.total() for place in (0, taken, -1))
         told = "not equal to the step before"
-        if len(alike) > 1:
+        self.drawn = len(alike) > 1
+        if self.drawn:
             spread = f"{least / own:.2f} to {most / own:.2f} times its work"
             which = "the middle one" if self.gpus == 1 else f"number {taken + 1} by work"
             told = f"{which} of {len(alike)} different steps ({spread})"
@@ -408,7 +413,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
             trace, frozenset(recorder.communication.peers), (), _samples(step), switches=tf32_switches()
         )
         files.undo()
-        answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace))))
+        answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace)), finder.drawn))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():

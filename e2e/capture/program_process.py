@@ -76,7 +76,7 @@ class ProgramRanks:
                 else:
                     process.end()  # and to be started again
                 raise found.wait
-            self.found[place.rank] = replace(found, rank=replace(found.rank, signature=self._kind(found.rank)))
+            self.found[place.rank] = replace(found, rank=replace(found.rank, signature=self._kind(found)))
         return self.found[place.rank].rank
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class ProgramRanks:
         while self.waiting:
             self.waiting.popitem()[1].end()
 
-    def _kind(self, rank: CapturedRank) -> RankSignature:
-        work = work_of(rank.trace.calls)
+    def _kind(self, found: FoundStep) -> RankSignature:
+        work = replace(work_of(found.rank.trace.calls), drawn=found.drawn)
         with self._lock:
             number = next((number for number, kind in enumerate(self.kinds) if work.is_like(kind)), len(self.kinds))
             if number == len(self.kinds):

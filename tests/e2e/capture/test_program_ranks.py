@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,8 @@ def test_work_is_alike_up_to_uneven_parts_and_apart_by_its_collectives():
     assert not work(mm=10_000).is_like(work(bmm=10_000))
     reduced = RankWork(Counter(mm=10_000), Counter({"c10d::allreduce_": 1}))
     assert not work(mm=10_000).is_like(reduced)
+    drawn = [replace(each, drawn=True) for each in (work(mm=10_000), work(mm=5_000), reduced)]
+    assert drawn[0].is_like(drawn[1]) and not drawn[0].is_like(drawn[2]) and not drawn[0].is_like(work(mm=5_000))
 
 
 def test_work_counts_elements_on_the_gpu_only():

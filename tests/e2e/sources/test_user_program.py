@@ -266,10 +266,12 @@ def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> 
 
 
 def test_several_gpus_wait_for_the_one_with_the_longest(folder: Path) -> None:
-    (folder / "lengths.py").write_text(LOOPS["lengths"], encoding="utf-8")
+    more = "int(os.environ['RANK'])"  # ranks have data of their own
+    text = LOOPS["lengths"].replace(" 800, 1600,", f" 800 + 100 * {more}, 1600 + 100 * {more},")
+    (folder / "lengths.py").write_text("import os\n" + text, encoding="utf-8")
     for gpus, length, place in ((2, 800, 5), (4, 1600, 6)):
         found = run(folder, f"torchrun --nproc-per-node {gpus} lengths.py")
-        assert found.throughput.samples == gpus * length
+        assert found.throughput.samples == gpus * length and [each.multiplicity for each in found.ranks] == [gpus]
         (line,) = [line for line in found.notes if "of SGD" in line]
         assert f"number {place} by work of 6 different steps (0." in line and f"slowest of {gpus} GPUs" in line
 
