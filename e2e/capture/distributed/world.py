@@ -137,8 +137,8 @@ def patched_libraries(recorder: Recorder) -> Iterator[None]:
     """Context in which the libraries of distributed jobs that a script imports run on tensors without memory.
 
     FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced; FSDP1's
-    comparison of memory by its address; the plan of a distributed checkpoint; the vote of pipeline stages; the state of
-    DTensor's random numbers.
+    comparison of memory by its address; the tensors of a distributed checkpoint; the vote of pipeline stages; the state
+    of DTensor's random numbers.
     """
     with patched_imports(library_patches(recorder)):
         yield
@@ -179,8 +179,28 @@ def _fsdp1_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _checkpoint_patches(checkpoint: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the patch of the check that the parts of all ranks fill their tensors: here all have this rank's part."""
-    yield checkpoint.default_planner, "_validate_global_plan", lambda global_plan, metadata: []
+    """Yield the patches by which a sharded checkpoint is saved without its tensors, which have no values: they would
+    take the memory of the host.
+    """
+    saver = checkpoint.state_dict_saver
+    yield saver, "_save_state_dict", _saved_without_tensors(saver, saver._save_state_dict)
+    for module in (saver, checkpoint):
+        yield module, "async_save", _saved_without_tensors(saver, saver.async_save)
+
+
+def _saved_without_tensors(saver: Any, save: Callable[..., Any]) -> Callable[..., Any]:
+    def saved(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return save(_without_tensors(saver._stateful_to_state_dict(state_dict)), *args, **kwargs)
+
+    return functools.wraps(save)(saved)
+
+
+def _without_tensors(held: Any) -> Any:
+    if isinstance(held, dict):
+        return {name: _without_tensors(each) for name, each in held.items() if not isinstance(each, torch.Tensor)}
+    if isinstance(held, list):
+        return [_without_tensors(each) for each in held if not isinstance(each, torch.Tensor)]
+    return held
 
 
 def _pipeline_patches(pipelining: Any) -> Iterator[tuple[Any, str, Any]]:

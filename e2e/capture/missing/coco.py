@@ -4,12 +4,13 @@ image as COCO has, with outlines, key points and captions; the images are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from e2e.capture.imports import patched_imports
-from e2e.capture.missing.arrays import is_missing
 from e2e.capture.missing.images import name_of_image, size_of_image
 from e2e.capture.stand_ins import Note
 
@@ -19,6 +20,8 @@ _IMAGES, _OBJECTS = 2_048, 7
 # COCO's key points (train2017): 262,465 persons in 64,115 images; 149,813 of them have key points, 11 of 17 each.
 _PERSONS, _POINTS = 4, 11
 _BOX = (90, 110)
+# COCO's files.
+_FILE = re.compile(r"(instances|person_keypoints|captions|image_info|stuff|panoptic)_\w+\.json$")
 # COCO's names, which programs compare with their own; key points are of persons only.
 _NAMES = (
     "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,parking meter,"
@@ -41,7 +44,7 @@ def made_up_annotations(note: Note) -> Iterator[None]:
         make, find = module.COCO.__init__, module.COCO.getCatIds
 
         def __init__(self: Any, annotation_file: Any = None, *args: Any, **kwargs: Any) -> None:
-            self.made_up = is_missing(annotation_file)
+            self.made_up = isinstance(annotation_file, (str, os.PathLike)) and not there(annotation_file)
             make(self, None if self.made_up else annotation_file, *args, **kwargs)
             if self.made_up:
                 persons = "keypoint" in str(annotation_file)
@@ -58,9 +61,21 @@ def made_up_annotations(note: Note) -> Iterator[None]:
 
         yield module.COCO, "__init__", __init__
         yield module.COCO, "getCatIds", getCatIds
+        for name in ("exists", "isfile"):  # programs look before they read it
+            yield os.path, name, _or_of_coco(getattr(os.path, name))
 
+    there = os.path.exists
     with patched_imports(dict.fromkeys(("pycocotools.coco", "xtcocotools.coco"), patches)):
         yield
+
+
+def _or_of_coco(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return ``look``, which tells whether a file is there, for which all of COCO's annotations are."""
+
+    def looked(path: Any) -> bool:
+        return look(path) or (isinstance(path, (str, os.PathLike)) and bool(_FILE.match(os.path.basename(path))))
+
+    return looked
 
 
 def _dataset(persons: bool, objects: int) -> dict[str, Any]:

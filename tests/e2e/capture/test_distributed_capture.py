@@ -645,15 +645,21 @@ return model, lambda: model(torch.randn(8, 64, device="cuda")).sum().backward()"
     assert capture_distributed(written(tmp_path, body), 4, ranks=[3]).multiplicity == {3: 4}
 
 
-def test_a_sharded_checkpoint_is_planned_though_the_other_ranks_have_no_parts(tmp_path):
-    body = f"""import torch.distributed.checkpoint
+def test_a_sharded_checkpoint_is_saved_without_its_tensors(tmp_path):
+    body = f"""import torch.distributed.checkpoint as checkpoint
 from torch.distributed.fsdp import fully_shard
 dist.init_process_group("nccl")
 model = torch.nn.Linear(64, 64, device="cuda")
 fully_shard(model)
-dist.checkpoint.save(model.state_dict(), checkpoint_id="{tmp_path}/saved")
+state = {{"model": model.state_dict(), "of_the_host": [torch.zeros(1 << 20)], "step": 3}}
+checkpoint.save(state, checkpoint_id="{tmp_path}/saved")
+checkpoint.async_save(state, checkpoint_id="{tmp_path}/later").result()
 return model, lambda: model(torch.randn(8, 64, device="cuda")).sum().backward()"""
     lowered(written(tmp_path, body), 4)
+    for name in ("saved", "later"):
+        files = [*(tmp_path / name).iterdir()]
+        assert tmp_path / name / ".metadata" in files
+        assert sum(each.stat().st_size for each in files) < 1 << 16
 
 
 def test_stand_ins_take_the_parameters_of_the_originals_by_place_and_by_name():

@@ -457,7 +457,10 @@ def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
     with made_up_annotations(notes.append):
         found = import_module("xtcocotools.coco").COCO("absent.json")
         assert found.getCatIds(["person", "car"]) == [1, 2] and len(found.getCatIds()) == 80
-        persons = import_module("xtcocotools.coco").COCO("person_keypoints_train2017.json")
+        file = tmp_path / "person_keypoints_train2017.json"
+        assert os.path.exists(file) and os.path.isfile(str(file)) and not os.path.exists("absent.json")
+        persons = import_module("xtcocotools.coco").COCO(str(file))
+    assert not os.path.exists(file)
     assert notes[0] == "absent.json is not there: 2,048 images with 7 objects each"
     names = {each["id"]: each["name"] for each in found.dataset["categories"]}
     assert (names[1], names[13], names[90], len(names)) == ("person", "stop sign", "toothbrush", 80)
@@ -470,7 +473,7 @@ def test_missing_annotations_have_objects_of_the_categories_that_are_asked_for(
         assert 0.1 < width / wide < 0.15 and left + width <= wide
         assert 0.2 < height / high < 0.24 and top + height <= high
     # Four persons an image, four of seven with 11 key points of 17, two or more in every image.
-    assert notes[1] == "person_keypoints_train2017.json is not there: 2,048 images with 4 objects each"
+    assert notes[1] == f"{file} is not there: 2,048 images with 4 objects each"
     visible = [each["num_keypoints"] for each in persons.dataset["annotations"]]
     assert len(visible) == 8_192 and sum(each > 0 for each in visible) == 4_681
     assert all(sum(each > 0 for each in visible[place : place + 4]) >= 2 for place in range(0, 8_192, 4))

@@ -156,8 +156,7 @@ def after():
         dist.barrier(dist.group.WORLD)
         torch.ones(1, device="cuda") * torch.ones(1, device="cuda")
 {LOOP}"""
-    found = captured(tmp_path, program, "torchrun --nproc-per-node 3 train.py", 3)
-    assert sum(found.multiplicity.values()) == 3
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 1, 1: 1}
 
 
 def test_ranks_that_wait_for_each_other_go_on(tmp_path, monkeypatch):
