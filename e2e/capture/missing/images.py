@@ -327,8 +327,11 @@ def _pictures(original: Any, name: str, form: tuple[str, tuple[int, int], int, i
                 if mode == "L":
                     return torch.zeros((self.length, *reversed(size)), dtype=torch.uint8)
                 return import_module("numpy").zeros((self.length, *reversed(size), 3), "uint8")
-            if attribute in ("samples", "imgs"):
-                return [(f"{self.root}/{n}.png", n % classes) for n in range(self.length)]
+            if attribute in ("samples", "imgs"):  # kept: programs take one at a time
+                self.samples = self.imgs = [(f"{self.root}/{n}.png", n % classes) for n in range(self.length)]
+                return self.samples
+            if attribute == "loader":
+                return lambda path: import_module("PIL.Image").new(mode, size)
             raise AttributeError(f"{name} has no attribute {attribute!r}")
 
         def __len__(self) -> int:

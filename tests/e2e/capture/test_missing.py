@@ -397,7 +397,9 @@ def test_images_of_torchvision_are_made_up_wherever_their_class_is_taken_from(
     package = tmp_path / "torchvision" / "datasets"
     package.mkdir(parents=True)
     (tmp_path / "torchvision" / "__init__.py").touch()
-    (package / "__init__.py").write_text("from torchvision.datasets.cifar import CIFAR10, CIFAR100\n", encoding="utf-8")
+    (package / "__init__.py").write_text(
+        "from torchvision.datasets.cifar import CIFAR10, CIFAR100, ImageFolder\n", encoding="utf-8"
+    )
     (package / "cifar.py").write_text(CIFAR, encoding="utf-8")
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
@@ -408,7 +410,9 @@ def test_images_of_torchvision_are_made_up_wherever_their_class_is_taken_from(
         made_up = module.CIFAR100(str(tmp_path / "absent"), train=True)
         assert module.CIFAR100 is datasets.CIFAR100 and module.CIFAR10 is datasets.CIFAR10
         assert len(made_up) == 50_000 and made_up[101][0].size == (32, 32) and made_up[101][1] == 1
-    assert len(notes) == 1 and "CIFAR100" in notes[0]
+        folder = datasets.ImageFolder(str(tmp_path / "absent"))
+        assert folder.loader(folder.samples[101][0]).size == (500, 375) and folder.samples is folder.samples
+    assert len(notes) == 2 and "CIFAR100" in notes[0]
     assert module.CIFAR100.__bases__ == (module.CIFAR10,)  # undone
     for name in ("torchvision", "torchvision.datasets", "torchvision.datasets.cifar"):
         del sys.modules[name]
@@ -433,6 +437,9 @@ CIFAR = """
 class CIFAR10:
     def __init__(self, root, train=True, transform=None, target_transform=None, download=False):
         raise RuntimeError("Dataset not found or corrupted.")
+class ImageFolder:
+    def __init__(self, root, transform=None, target_transform=None, loader=None):
+        raise RuntimeError("Found no classes.")
 class CIFAR100(CIFAR10):
     pass
 """
