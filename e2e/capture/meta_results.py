@@ -50,9 +50,9 @@ def _as_held(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
     )  # fmt: skip
 
 
-def _add_in_place(func: Any, tensor: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> Any:
-    """Return the sum; PyTorch's own of a sparse tensor without data fails."""
-    sparse = other.layout is torch.sparse_coo and _is_meta(tensor)
+def _add_in_place(func: Any, tensor: torch.Tensor, other: Any, **kwargs: Any) -> Any:
+    """Return the sum with a tensor or a number; PyTorch's own of a sparse tensor without data fails."""
+    sparse = isinstance(other, torch.Tensor) and other.layout is torch.sparse_coo and _is_meta(tensor)
     return tensor if sparse else func(tensor, other, **kwargs)
 
 
