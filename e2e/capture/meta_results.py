@@ -13,6 +13,7 @@ new tensor of the same shape and strides is the same in every respect.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from e2e.capture.script_lines import flag_of_running_line
 aten = torch.ops.aten
 # Real numbers of the host, at most, that are known on the GPU: boxes and key points of an image.
 _FEW = 4096
+# Bytes of zeros that are not written at once.
+_LARGE = 1 << 20
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -113,11 +116,21 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or tensor.dtype
         if tensor.dim() == 0 and dtype.is_floating_point:  # the value that .item() returns
             return torch.ones((), dtype=dtype)
-        return torch.zeros(tensor.shape, dtype=dtype)
+        return _zeros(tensor.shape, dtype)
     result = func(tensor, **kwargs)
     if _is_meta(result) and not _is_meta(tensor) and _tells(tensor):
         know(result, tensor.to(result.dtype, copy=True))
     return result
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of which large ones take memory when they are written only: a whole model may be copied to the
+    host.
+    """
+    count = shape.numel() * dtype.itemsize
+    if count < _LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=dtype).view(shape)
 
 
 def _tells(tensor: torch.Tensor) -> bool:

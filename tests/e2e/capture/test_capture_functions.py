@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +229,24 @@ def test_a_batch_from_the_host_is_copied_to_the_device():
     copies = [call for call in trace.calls if call.name == "aten::_to_copy"]
     assert (copies[0].inputs[0].device, copies[0].outputs[0].device) == ("cpu", "cuda:0")
     assert copies[0].attributes["non_blocking"] is True
+
+
+def test_a_model_that_is_copied_to_the_host_takes_no_memory_there():
+    model = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")
+    held: list[int] = []
+
+    def step() -> None:
+        before = resident_pages()
+        copy = model.to("cpu")
+        held.append(resident_pages() - before)
+        assert copy.shape == model.shape and copy.dtype == torch.bfloat16 and copy[-1] == 0
+
+    record(step)
+    assert max(held) * resource.getpagesize() < 1 << 28
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def test_reads_by_the_host_are_recorded_and_give_agreed_values():
