@@ -262,8 +262,6 @@ class Recorder(TorchDispatchMode):
         # Calls that CUDA graphs replay, and compiled modules whose calls they are.
         self.graphs = Regions(apart=True)
         self.graphed: set[int] = set()
-        # Modules that TorchScript compiles.
-        self.scripted: set[int] = set()
         # True while a CUDA graph is captured; optimizers that take a step in it.
         self.capturing = False
         self.stepped: list[Any] = []
@@ -348,13 +346,10 @@ class Recorder(TorchDispatchMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
-        if self.regions is not None and self._is_compiled(module):
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.enter()
         if id(module) in self.graphed:
             self.graphs.enter()
-
-    def _is_compiled(self, module: torch.nn.Module) -> bool:
-        return type(module).__name__.endswith("OptimizedModule") or id(module) in self.scripted
 
     def leave_module(self, module: torch.nn.Module, given: Any, *named_and_returned: Any) -> None:
         """End ``module``, which was entered last: called with ``given`` and named arguments, which PyTorch leaves out
@@ -363,7 +358,7 @@ class Recorder(TorchDispatchMode):
         *named, returned = named_and_returned
         if self._here.modules:
             self._here.modules.pop()
-        if self.regions is not None and self._is_compiled(module):
+        if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.leave()
         if id(module) in self.graphed:
             self.graphs.leave()

@@ -85,17 +85,12 @@ def without_compiler(found: list[str], recorder: Recorder | None = None) -> Iter
         yield module, "disable", disabled
 
     def scripted(what: Any = None, *_: Any, **__: Any) -> Any:
-        # Compiled from source text, which is not that of the functions replaced here. Its fuser, as Inductor, joins
-        # element-wise operators to kernels, and none of it is Python.
-        if regions is None or not callable(what) or isinstance(what, type):
+        # Compiled from source text, which is not that of the functions replaced here. Its fuser joins the element-wise
+        # operators of a function to kernels. Of a module it joins little, since few of PyTorch's operators have
+        # gradients in TorchScript (torch/csrc/jit/runtime/symbolic_script.cpp): the others run as without it.
+        if regions is None or not callable(what) or isinstance(what, (type, torch.nn.Module)):
             return what
-        found.append(
-            type(what).__name__ if isinstance(what, torch.nn.Module) else getattr(what, "__name__", "function")
-        )
-        if isinstance(what, torch.nn.Module):
-            if recorder is not None:
-                recorder.scripted.add(id(what))
-            return what
+        found.append(getattr(what, "__name__", "function"))
         return in_region(what, regions)
 
     disables = dict.fromkeys(("torch.compiler", "torch._dynamo"), disabling)

@@ -117,8 +117,8 @@ def test_only_what_is_compiled_is_fused():
     assert len(fused) == 2  # one each way
 
 
-def test_torchscript_fuses_a_function_and_a_module():
-    """Their calls are regions as those of ``torch.compile``; a convolution beside them keeps its layout."""
+def test_torchscript_fuses_a_function_but_not_a_module():
+    """Its calls are regions as those of ``torch.compile``; a convolution beside them keeps its layout."""
 
     class Gate(nn.Module):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -134,8 +134,8 @@ def test_torchscript_fuses_a_function_and_a_module():
 
     trace = watched(run)
     names = kernels(trace)
-    assert len([name for name in names if name.startswith("inductor")]) == 4  # of each, one each way
-    assert "aten::cos" in names and not {"aten::tanh", "aten::sigmoid"} & set(names)
+    assert len([name for name in names if name.startswith("inductor")]) == 2  # one each way
+    assert {"aten::cos", "aten::sigmoid"} <= set(names) and "aten::tanh" not in names
     graph = lower_step(trace, StepOptions(compile=True)).graph.ranks[0]
     layouts = {each.channels_last for task in graph.tasks for each in task.operators if isinstance(each, Conv2d)}
     assert layouts == {False}
