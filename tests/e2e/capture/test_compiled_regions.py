@@ -141,6 +141,11 @@ def test_torchscript_fuses_a_function_but_not_a_module():
     assert layouts == {False}
 
 
+def test_a_number_is_added_in_place():
+    trace = watched(lambda: torch.zeros(64, device="cuda").add_(0.5))
+    assert [call.name for call in trace.calls][-1] == "aten::add_"
+
+
 def test_a_sparse_gradient_moves_the_rows_that_it_holds():
     def run() -> None:
         table = nn.Embedding(100_000, 128, sparse=True, device="cuda")
