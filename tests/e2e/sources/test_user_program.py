@@ -374,7 +374,7 @@ for number in range(5):
 def test_habits_of_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "habits.py").write_text(HABITS, encoding="utf-8")
     found = run(folder, "python habits.py")
-    assert "aten::erf" in found.breakdown["by_operator"]
+    assert any("fused" in name and "erf" in name for name in found.breakdown["by_operator"])  # TorchScript's
     said = capfd.readouterr().err
     left = Path("/proc", re.search(r"started (\d+)", said)[1], "cmdline")  # ended, though in a session of its own
     assert not left.exists() or b"sleep" not in left.read_bytes()
