@@ -25,6 +25,7 @@ LOADERS = {
     # The job and the answer of the user's program, in a folder of this process alone: the program itself is run.
     "e2e/capture/program.py": {"pickle"},
     "e2e/capture/distributed/communication.py": {"pickle"},  # objects that its ranks send each other
+    "e2e/capture/distributed/shared_objects.py": {"pickle"},  # likewise
     "e2e/capture/evaluation.py": {"eval"},  # a divisor in its own source
     "e2e/capture/program_process.py": {"pickle"},
     "e2e/capture/launcher.py": {"spec.loader.exec_module"},  # torchtune's own table of recipes, installed

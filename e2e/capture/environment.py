@@ -279,9 +279,13 @@ def _held_on_meta(make: Callable[..., torch.Tensor]) -> staticmethod[..., torch.
     to be on.
     """
 
-    def made(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        device = torch.device("cpu" if device is None else device)
-        return make(cls, *args, device=torch.device("meta") if device.type == "cuda" else device, **kwargs)
+    def held(value: Any) -> Any:
+        return torch.device("meta") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = kwargs.get("device")
+        kwargs |= {} if given is None else {"device": torch.device(given)}
+        return make(cls, *map(held, args), **{name: held(value) for name, value in kwargs.items()})
 
     return staticmethod(made)
 

@@ -181,14 +181,15 @@ class HostPrices:
         whole = item.kind == "T5" and item.call not in launching
         info = None if item.call is None else calls.get(item.call)
         known = self._of("whole" if whole else item.kind, "" if info is None else info.name, item.records)
-        of_others = self.overheads.factor > 1  # a measured host has its own gaps, with its own tensors
-        if info is not None and of_others and item.kind == "T1" and info.name == OPTIMIZER_STEP:
-            return fitted((1.0 - GATHERING_SHARE) * known.seconds)
-        if info is None or not (info.tensors or info.gathered or info.numbers or info.functions):
+        begins = info is not None and item.kind == "T1" and info.name == OPTIMIZER_STEP
+        if info is None or not (begins or info.tensors or info.gathered or info.numbers or info.functions):
             return known
+        of_others = item.kind == "T1" and self.overheads.factor > 1  # a measured host has its own gaps and tensors
+        if begins and of_others:
+            return fitted((1.0 - GATHERING_SHARE) * known.seconds)
         more = extra_seconds(item.kind, info, 0 if of_others else RECORDED_TENSORS)
         seconds = known.seconds + more * self.overheads.level
-        if item.kind == "T1" and of_others:
+        if of_others:
             seconds = max(seconds, info.functions * FUNCTION_SECONDS * self.overheads.level)
         return fitted(seconds) if seconds > known.seconds else known
 
