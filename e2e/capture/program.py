@@ -38,7 +38,7 @@ from costmodel.base.errors import InputError, ModelError
 from e2e.capture.accumulated_passes import AccumulatedPasses
 from e2e.capture.cuda_packages.finder import cuda_packages, missing_package
 from e2e.capture.custom_operators import CustomOperators
-from e2e.capture.distributed.communication import Communication, Mailbox, Parcels
+from e2e.capture.distributed.communication import PAUSE_SECONDS, Communication, Mailbox, Parcels
 from e2e.capture.distributed.deepspeed_package import deepspeed_package, names_deepspeed
 from e2e.capture.distributed.distributed_capture import CapturedRank
 from e2e.capture.distributed.rank_processes import spawned_ranks, started_programs
@@ -61,8 +61,6 @@ from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
 _end_process = os._exit
-# Between two looks whether another process has answered.
-PAUSE_SECONDS = 0.05
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
 # Steps on another stream than the default one before one of them is taken.

@@ -17,12 +17,12 @@ from typing import IO
 
 from costmodel.base.errors import ModelError
 from costmodel.base.process import available_memory_bytes, usable_cores
-from e2e.capture.distributed.communication import Mailbox, Parcels
+from e2e.capture.distributed.communication import PAUSE_SECONDS, Mailbox, Parcels
 from e2e.capture.distributed.distributed_capture import CapturedRank, DistributedCapture, RankSignature
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
-from e2e.capture.program import PAUSE_SECONDS, Evaluation, FoundStep, ProgramJob, WaitingRank, end_started
+from e2e.capture.program import Evaluation, FoundStep, ProgramJob, WaitingRank, end_started
 from e2e.step.options import StepOptions
 
 # Bytes of a program's output that are shown.

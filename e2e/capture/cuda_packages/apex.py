@@ -181,6 +181,8 @@ class _Masters:
         self.halves: list[torch.Tensor] = []
         self.all_fp32_from_fp16_params: list[torch.Tensor] = []
         self.lazy_init_called = True
+        # True from a pass whose gradients are to be unscaled with those of the next one.
+        self.delayed = False
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype is torch.float16 and parameter.requires_grad:
@@ -285,9 +287,8 @@ def scale_loss(
         yield loss
         return
     masters = [each._amp_stash for each in _all(optimizers) if hasattr(each, "_amp_stash")]
-    delayed = [each for each in masters if getattr(each, "delayed", False)]
     for each in masters:
-        if each not in delayed:
+        if not each.delayed:
             each.forget()
         each.delayed = delay_unscale
     (scaler,) = _STATE.loss_scalers

@@ -33,7 +33,7 @@ from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT
 
 # Functional forms that work in place: they return their first argument.
 _IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
-# Between two looks whether another rank has given an object.
+# Between two looks whether another process has answered, or another rank has given an object.
 PAUSE_SECONDS = 0.05
 # Looks at which two ranks wait for each other before one goes on.
 MOST_CROSSED = 40
