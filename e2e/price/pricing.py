@@ -49,13 +49,11 @@ TENSOR_SECONDS = 0.5 * 75e-6 / RECORDED_TENSORS
 # Seconds per number of a list that a tensor is made of (``recursive_store`` in tensor_new.cpp), before the operator:
 # an estimate. PyTorch 2.13 took 0.14 to 0.15 us, whatever the type, on a busy core of a Xeon with AVX-512.
 NUMBER_SECONDS = 0.1e-6
-# Seconds per Python function called between two operators (one in C counts as two, :mod:`e2e.capture.python_calls`),
-# on the hosts of the shared overhead table: a gap lasts at least as long as all its functions. The mean over the gaps
-# before calls of modules in ``traces/resnet50_V100``, 68.8 us for 53 functions: 13.3 us before ``conv2d`` (10), 12.0
-# ``batch_norm`` (15), 13.4 ``add_`` (10), 8.0 ``relu_`` (6), 10.2 ``linear`` (7), 11.9 ``max_pool2d`` (5). That host is
-# old and was profiled, as those of the table were; a Xeon with PyTorch 2.13 took 0.25 us for modules, 0.4 for FSDP's
-# hooks.
-FUNCTION_SECONDS = 1.3e-6
+# Seconds per Python function called between two operators (one of PyTorch counts as nine,
+# :mod:`e2e.capture.python_calls`), on the hosts of the shared overhead table: a gap lasts at least as long as all its
+# functions. A core of an EPYC of today takes 0.1 us. Fitted to published steps that they limit: litgpt's LoRA by FSDP1 on
+# two A100 (phi-1.5 0.29, StableLM 3B 0.32), mmpose's ResNet-50 on 8 V100 (0.1), mosaicml/diffusion on 8 A100 (0.1).
+FUNCTION_SECONDS = 0.25e-6
 
 
 def extra_seconds(kind: str, call: CallInfo, included: int) -> float:
