@@ -51,8 +51,8 @@ TENSOR_SECONDS = 0.5 * 75e-6 / RECORDED_TENSORS
 NUMBER_SECONDS = 0.1e-6
 # Seconds per Python function called between two operators (one of PyTorch counts as nine,
 # :mod:`e2e.capture.python_calls`), on the hosts of the shared overhead table: a gap lasts at least as long as all its
-# functions. A core of an EPYC of today takes 0.1 us. Fitted to published steps that they limit: litgpt's LoRA by FSDP1 on
-# two A100 (phi-1.5 0.29, StableLM 3B 0.32), mmpose's ResNet-50 on 8 V100 (0.1), mosaicml/diffusion on 8 A100 (0.1).
+# functions. A core of an EPYC of today takes 0.1 us. Fitted to published steps that they limit: litgpt's LoRA by FSDP1
+# on two A100 (phi-1.5 0.29, StableLM 3B 0.32), mmpose's ResNet-50 on 8 V100 and mosaicml/diffusion on 8 A100 (0.1).
 FUNCTION_SECONDS = 0.25e-6
 
 

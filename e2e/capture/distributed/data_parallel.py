@@ -22,8 +22,8 @@ from e2e.capture.recorder import Recorder
 
 # Bytes of a bucket of parameters or gradients (`torch.nn.parallel.comm`).
 _BUCKET_BYTES = 10 << 20
-# Functions that are called to set a module, a parameter or a buffer of a replica, most of them by `__setattr__`: 8 us on
-# a core on which a function of a program takes 0.1.
+# Functions that are called to set a module, a parameter or a buffer of a replica, most of them by `__setattr__`: 8 us
+# on a core on which a function of a program takes 0.1.
 _FUNCTIONS_EACH = 80
 _FORWARD = torch.nn.DataParallel.forward
 
