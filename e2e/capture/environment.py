@@ -415,7 +415,8 @@ def _default_device_patches() -> Iterator[tuple[Any, str, Any]]:
             dtype = getattr(torch.cuda, dtype.rpartition(".")[2])
         if isinstance(dtype, TensorType):
             return self.to(torch.device("cuda"), dtype.dtype)
-        return of_type(self, dtype, *args, **kwargs)
+        found = of_type(self, dtype, *args, **kwargs)
+        return found.replace("torch.meta.", "torch.cuda.") if isinstance(found, str) else found
 
     def set_default_tensor_type(kind: Any) -> None:
         name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))

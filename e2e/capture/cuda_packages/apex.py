@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from e2e.capture.cuda_packages.kernels import norm
+from e2e.capture.cuda_packages.parallel_layers import add_product
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -473,4 +474,8 @@ MODULES: dict[str, dict[str, Any]] = {
         "multi_tensor_adam": _adam,
     },
     "apex_C": {"flatten": _flatten, "unflatten": _unflatten},
+    "fused_weight_gradient_mlp_cuda": {
+        f"wgrad_gemm_accum_{kind}": lambda given, gradient, sums: add_product(gradient.t(), given, sums)
+        for kind in ("fp32", "fp16")
+    },
 }

@@ -45,6 +45,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "apex": ("apex", "0.1"),
     "amp_C": ("apex", "0.1"),
     "apex_C": ("apex", "0.1"),
+    "fused_weight_gradient_mlp_cuda": ("apex", "0.1"),
     "transformer_engine": ("transformer_engine", "2.8.0"),
     "mamba_ssm": ("state_spaces", "2.2.5"),
     "causal_conv1d": ("state_spaces", "1.5.2"),
@@ -57,9 +58,14 @@ PACKAGES: dict[str, tuple[str, str]] = {
 _RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
 # Stand-ins whose other modules and names are there too, and do nothing.
 _ANYTHING = ("triton",)
-ASKED_BY_LIBRARIES = ("flash_attn", "flash_attn_interface", "transformer_engine", "triton")
+ASKED_BY_LIBRARIES = (
+    *("flash_attn", "flash_attn_interface", "transformer_engine", "triton"),
+    "fused_weight_gradient_mlp_cuda",
+)
 # Libraries that import such packages to see whether they are there, and do without them if not.
-LOOK_BY_IMPORTING = ("megatron", "torch")
+LOOK_BY_IMPORTING = ("torch",)
+# Libraries that lie beside a program as a checkout, too.
+_CHECKED_OUT = ("megatron",)
 # Packages of pure Python, whose kernels are launched through Triton: they run as they are if they are installed.
 INSTALLABLE = {
     "liger_kernel": "liger-kernel",
@@ -273,7 +279,7 @@ def _asking_library() -> str:
             if folder is not None:
                 return Path(file).relative_to(folder).parts[0]
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            return package if package in LOOK_BY_IMPORTING else ""  # a checkout, such as Megatron-LM's
+            return package if package in _CHECKED_OUT else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

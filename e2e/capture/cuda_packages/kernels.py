@@ -4,7 +4,7 @@
 ``packed``, by a named kernel. ``package::norm``: a layer or RMS norm of any mixture of types, after an addition if
 there is a residual. ``package::one_pass``: a kernel that reads its tensors once, and writes others once;
 ``package::filtered``: one that besides multiplies, as filters of images do; ``package::update_``: one of an optimizer,
-over a parameter and its states.
+over a parameter and its states; ``package::add_mm_``: a product that is added to existing values.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ for _schema in (
     "one_pass(str name, Tensor[] read, Tensor[] like) -> Tensor[]",
     "filtered(str name, Tensor[] read, Tensor like, int[] shape, int instructions) -> Tensor",
     "update_(str name, Tensor gradient, Tensor(a!)[] written) -> ()",
+    "add_mm_(Tensor first, Tensor second, Tensor(a!) sums, str scaling) -> ()",
 ):
     _LIBRARY.define(_schema)
 
@@ -55,6 +56,7 @@ _LIBRARY.impl(
 _LIBRARY.impl("one_pass", lambda name, read, like: [torch.empty_like(each) for each in like], "Meta")
 _LIBRARY.impl("filtered", lambda name, read, like, shape, instructions: like.new_empty(shape), "Meta")
 _LIBRARY.impl("update_", lambda *_: None, "Meta")
+_LIBRARY.impl("add_mm_", lambda *_: None, "Meta")
 OPERATORS = torch.ops.package
 
 
@@ -135,7 +137,7 @@ class OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, kept: tuple[int, ...], *given: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*(given[place] for place in kept))
-        ctx.name, ctx.given = name, tuple((each.shape, each.dtype, each.device) for each in given)
+        ctx.kernel, ctx.given = name, tuple((each.shape, each.dtype, each.device) for each in given)
         return OPERATORS.one_pass(name, list(given), [given[0]])[0]
 
     @staticmethod
@@ -145,7 +147,7 @@ class OnePass(torch.autograd.Function):
             for (shape, dtype, device), needed in zip(ctx.given, ctx.needs_input_grad[2:], strict=True)
         ]
         written = [each for each in like if each is not None]
-        found = iter(OPERATORS.one_pass(f"{ctx.name}_backward", [gradients[0], *ctx.saved_tensors], written))
+        found = iter(OPERATORS.one_pass(f"{ctx.kernel}_backward", [gradients[0], *ctx.saved_tensors], written))
         return (None, None, *(None if each is None else next(found) for each in like))
 
 

@@ -1,24 +1,34 @@
 """Transformer Engine: linear layers with norms before them, attention, transformer layers, in 16 bits or in 8 by a
-recipe.
+recipe, and the kernels by which Megatron-LM uses it.
 
-Products in 8 bits are those of :mod:`e2e.capture.models.layer_forms`, with the recipe of ``fp8_autocast``.
+Products in 8 bits are those of :mod:`e2e.capture.models.layer_forms`, with the recipe of ``fp8_autocast``; layers that
+ranks share are those of :mod:`e2e.capture.cuda_packages.parallel_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from costmodel.base.errors import ModelError
-from e2e.capture.cuda_packages.apex import FusedAdam, FusedSGD
+from e2e.capture.cuda_packages import apex
 from e2e.capture.cuda_packages.flash_attention import lengths_of
-from e2e.capture.cuda_packages.kernels import attend, norm
+from e2e.capture.cuda_packages.kernels import OPERATORS, attend, norm, one_pass
+from e2e.capture.cuda_packages.parallel_layers import (
+    ExpertProducts,
+    Operands,
+    Product,
+    Sharing,
+    attend_in_ring,
+    sums_of,
+)
 from e2e.capture.models.layer_forms import Caster, ScaledLinear
 from e2e.capture.models.stacks import PackedGated, Rotary, SquaredRelu
 from e2e.step.options import RECIPES
@@ -85,11 +95,17 @@ def fp8_model_init(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
+class FP8GlobalStateManager:
+    """What the innermost ``fp8_autocast`` says."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """True inside of one that is enabled."""
+        return _CASTER.get() is not None
+
+
 def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        given, weight = given.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    given, weight, bias = _as_autocast(given, weight, bias)
     caster = _CASTER.get()
     if caster is None or any(extent % 16 for extent in weight.shape):
         return F.linear(given, weight, bias)
@@ -97,27 +113,83 @@ def _linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return output if bias is None else output + bias
 
 
+def _as_autocast(*given: Any) -> Any:
+    if not torch.is_autocast_enabled("cuda"):
+        return given
+    dtype = torch.get_autocast_dtype("cuda")
+    return tuple(None if each is None else each.to(dtype) for each in given)
+
+
 def _made(*shape: int, like: dict[str, Any]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, device=like.get("device") or "cuda", dtype=like.get("params_dtype")))
+    device = like.get("device")
+    place = "cuda" if device is None else device
+    return nn.Parameter(torch.empty(*shape, device=place, dtype=like.get("params_dtype")))
 
 
 class Linear(nn.Module):
-    """Linear layer."""
+    """Linear layer, whose weight the ranks of a group may share."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *_: Any, **named: Any) -> None:
         super().__init__()
-        size = named.get("tp_size", 1) or 1
-        way = named.get("parallel_mode")
-        self.in_features = in_features // size if way == "row" else in_features
-        self.out_features = out_features // size if way == "column" else out_features
+        self.tp_size = named.get("tp_size", 1) or 1
+        self.parallel_mode = way = named.get("parallel_mode")
+        self.sequence_parallel = bool(named.get("sequence_parallel")) and self.tp_size > 1
+        self.in_features = in_features // self.tp_size if way == "row" else in_features
+        self.out_features = out_features // self.tp_size if way == "column" else out_features
         self.weight = _made(self.out_features, self.in_features, like=named)
         self.bias = _made(self.out_features, like=named) if bias else None
-        self.returns_bias = bool(named.get("return_bias"))
+        self.use_bias, self.returns_bias = bool(bias), bool(named.get("return_bias"))
+        self.adds_gradients, self.tp_group = bool(named.get("fuse_wgrad_accumulation")), named.get("tp_group")
+        self._operands: Operands | None = None
+        if way is not None:
+            told = {"tensor_model_parallel": True, "partition_dim": 1 if way == "row" else 0, "partition_stride": 1}
+            for name, value in told.items():
+                setattr(self.weight, name, value)
+                if self.bias is not None and way == "column":
+                    setattr(self.bias, name, value)
+
+    def set_tensor_parallel_group(self, group: Any) -> None:
+        """Set the group of ranks that share the weight."""
+        self.tp_group = group
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Any = None, **_: Any) -> Any:
         """Apply the layer."""
-        output = _linear(inp, self.weight, None if self.returns_bias else self.bias)
+        bias = None if self.returns_bias else self.bias
+        output = self._product(inp, bias, is_first_microbatch)
         return (output, self.bias) if self.returns_bias else output
+
+    def _product(self, inp: torch.Tensor, bias: torch.Tensor | None, first: Any) -> torch.Tensor:
+        sharing = Sharing(self.tp_group, self.parallel_mode, self.sequence_parallel)
+        sums = sums_of(self.weight) if self.adds_gradients else None
+        if sharing.size == 1 and sums is None and first is None:
+            return _linear(inp, self.weight, bias)
+        inp, weight, bias = _as_autocast(inp, self.weight, bias)
+        caster = None if any(extent % 16 for extent in weight.shape) else _CASTER.get()
+        operands: Operands | None = None
+        if caster is not None:
+            kept = self._operands if first is False and caster.recipe.weights_kept else None
+            with torch.no_grad():
+                made = caster.operands(weight) if kept is None else kept
+            operands = self._operands = (made[0], weight if made[1] is None else made[1])
+        output: torch.Tensor = Product.apply(inp, weight, sharing, caster, operands, sums)
+        return output if bias is None else output + bias
+
+
+class GroupedLinear(nn.Module):
+    """Linear layers of the experts of a rank, over rows sorted by expert."""
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, *_: Any, **named: Any) -> None:
+        super().__init__()
+        if named.get("bias", True):
+            raise ModelError("GroupedLinear with a bias has no stand-in; experts mostly have none")
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        for number in range(num_gemms):
+            self.register_parameter(f"weight{number}", _made(out_features, in_features, like=named))
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: Any = None, **_: Any) -> Any:
+        """Apply the layer of each expert to its rows."""
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        return ExpertProducts.apply(inp, m_splits, _CASTER.get(), *weights)
 
 
 class LayerNorm(nn.Module):
@@ -130,6 +202,8 @@ class LayerNorm(nn.Module):
         named["params_dtype"] = named.get("params_dtype") or named.get("dtype")
         self.weight = _made(hidden_size, like=named)
         self.bias = _made(hidden_size, like=named) if self.kind == "layer_norm" else None
+        for each in self.parameters():
+            each.sequence_parallel = bool(named.get("sequence_parallel"))  # type: ignore[attr-defined]
 
     def forward(self, inp: torch.Tensor) -> Any:
         """Return the norm of the last dimension."""
@@ -154,13 +228,14 @@ class LayerNormLinear(Linear):
         normalization: str = "LayerNorm", **named: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, **named)
-        shared: dict[str, Any] = {key: named[key] for key in ("params_dtype", "device") if key in named}
+        kept = ("params_dtype", "device", "sequence_parallel")
+        shared: dict[str, Any] = {key: named[key] for key in kept if key in named}
         made = _norm_of(normalization, in_features, eps, shared)
         self.layer_norm_weight, self.layer_norm_bias, self.kind = made.weight, made.bias, made.kind
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Any = None, **_: Any) -> Any:
         """Apply both."""
-        return super().forward(norm(inp, self.kind, self.layer_norm_weight, self.layer_norm_bias))
+        return super().forward(norm(inp, self.kind, self.layer_norm_weight, self.layer_norm_bias), is_first_microbatch)
 
 
 _GATED = ("swiglu", "geglu", "reglu", "qgeglu", "srelu_glu")
@@ -203,10 +278,20 @@ class DotProductAttention(nn.Module):
 
     def __init__(
         self, num_attention_heads: int, kv_channels: Any, num_gqa_groups: Any = None, attention_dropout: float = 0.1,
-        qkv_format: str = "sbhd", attn_mask_type: str = "causal", window_size: Any = None, *_: Any, **__: Any,
+        qkv_format: str = "sbhd", attn_mask_type: str = "causal", window_size: Any = None, *_: Any,
+        cp_group: Any = None, cp_comm_type: str = "p2p", **__: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.format, self.mask, self.window, self.dropout = qkv_format, attn_mask_type, window_size, attention_dropout
+        self.set_context_parallel_group(cp_group, cp_comm_type=cp_comm_type)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the group of ranks that share the contexts."""
+        self.contexts = None if cp_group is None or dist.get_world_size(cp_group) == 1 else cp_group
+        if self.contexts is not None and cp_comm_type != "p2p":
+            raise ModelError(f"context parallelism by {cp_comm_type!r} has no stand-in; choose cp_comm_type='p2p'")
 
     def forward(
         self, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, qkv_format: Any = None,
@@ -224,10 +309,16 @@ class DotProductAttention(nn.Module):
             operands = [each.transpose(0, 1) for each in operands]
         size = window_size or self.window
         window = int(size[0]) + 1 if size and size[0] >= 0 else 0
-        output = attend(
-            *operands, kernel="cudnn", causal="causal" in (attn_mask_type or self.mask), window=window,
-            dropout=self.dropout if self.training else 0.0, packed=packed, bias=core_attention_bias,
-        )  # fmt: skip
+        causal, dropout = "causal" in (attn_mask_type or self.mask), self.dropout if self.training else 0.0
+        if self.contexts is not None:
+            if form == "thd" or window:
+                raise ModelError("packed or windowed attention over the contexts of several ranks has no stand-in")
+            output = attend_in_ring(*operands, self.contexts, causal, kernel="cudnn", dropout=dropout)
+        else:
+            output = attend(
+                *operands, kernel="cudnn", causal=causal, window=window, dropout=dropout, packed=packed,
+                bias=core_attention_bias,
+            )  # fmt: skip
         if form == "thd":
             output = output.squeeze(0)
         elif form == "sbhd":
@@ -316,11 +407,102 @@ def checkpoint(function: Any, *given: Any, **named: Any) -> Any:
     return run(function, *given, use_reentrant=False, **kept)
 
 
+def apply_rotary_pos_emb(given: torch.Tensor, freqs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Rotate by positions in one kernel."""
+    return one_pass("rotary", given, freqs, kept=(1,))
+
+
+class _SplitAlongDim(torch.autograd.Function):
+    """Parts along a dimension, whose gradients are copied into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, dimension: int, sizes: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+        ctx.dimension = dimension
+        return tuple(given.split(list(sizes) if isinstance(sizes, list | tuple) else sizes, dimension))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return torch.cat(gradients, ctx.dimension), None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of each row over the words of all ranks: one kernel finds maximum and sum, one writes the gradient over the
+    scores; the backward pass multiplies it by that of the loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        rows = scores.new_empty((scores.numel() // scores.shape[-1], 3), dtype=torch.float32)
+        found = OPERATORS.one_pass("cross_entropy", [scores, labels], [rows])[0]
+        if group is not None and dist.get_world_size(group) > 1:
+            every = found.new_empty((dist.get_world_size(group) * found.shape[0], 3))
+            dist.all_gather_into_tensor(every, found, group=group)
+        (gradient,) = OPERATORS.one_pass("cross_entropy", [scores, labels, found], [scores])
+        ctx.save_for_backward(gradient)
+        return torch.empty(labels.shape, dtype=torch.float32, device=scores.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return OPERATORS.one_pass("cross_entropy_backward", [gradient, gradients[0]], [gradient])[0], None, None
+
+
+def parallel_cross_entropy(
+    scores: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, reduces: bool = False, group: Any = None,
+    *_: Any, **named: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Return the loss of each row, or their mean."""
+    group = named.get("dist_process_group", group)
+    losses: torch.Tensor = _CrossEntropy.apply(scores, labels, group)
+    return losses.mean() if reduces else losses
+
+
+def get_cpu_offload_context(enabled: bool = False, *_: Any, **__: Any) -> tuple[Any, Any]:
+    """Return a context, and a function of the states between layers, that do nothing unless they are ``enabled``."""
+    if enabled:
+        raise ModelError("offload of activations by Transformer Engine has no stand-in; leave cpu_offloading out")
+    return nullcontext(), lambda states: states
+
+
+def get_dummy_wgrad(shape: Any, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """Return a gradient without values, for a weight whose gradient has been added to others."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+class CudaRNGStatesTracker:
+    """States of random numbers by name."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, Any]:
+        """Return all states."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Set all states."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state."""
+        self.states_[name] = seed
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Context with the numbers of ``name``."""
+        yield
+
+
 _LAYERS = {
     each.__name__: each
     for each in (
-        Linear, LayerNorm, RMSNorm, LayerNormLinear, LayerNormMLP, DotProductAttention, MultiheadAttention,
-        TransformerLayer,
+        Linear, GroupedLinear, LayerNorm, RMSNorm, LayerNormLinear, LayerNormMLP, DotProductAttention,
+        MultiheadAttention, TransformerLayer,
     )
 }  # fmt: skip
 _RECIPES = {
@@ -336,13 +518,32 @@ _PYTORCH = {
     "checkpoint": checkpoint,
 }
 
+_OPTIMIZERS = {
+    "FusedAdam": apex.FusedAdam,
+    "FusedSGD": apex.FusedSGD,
+    "multi_tensor_applier": apex.multi_tensor_applier,
+    **{name: apex.MODULES["amp_C"][name] for name in ("multi_tensor_l2norm", "multi_tensor_scale")},
+}
+_FP8 = {each.__name__: each for each in (fp8_autocast, fp8_model_init, FP8GlobalStateManager)}
+_ROTATION = {"apply_rotary_pos_emb": apply_rotary_pos_emb}
+
+_FILES = (".linear", ".grouped_linear", ".layernorm_linear", ".layernorm_mlp")
+
 MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine": {},
     "transformer_engine.pytorch": _PYTORCH,
-    "transformer_engine.pytorch.fp8": {"fp8_autocast": fp8_autocast, "fp8_model_init": fp8_model_init},
-    "transformer_engine.pytorch.module": _LAYERS,
-    "transformer_engine.pytorch.attention": _LAYERS,
-    "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
+    "transformer_engine.pytorch.fp8": _FP8,
+    **{f"transformer_engine.pytorch.module{part}": _LAYERS for part in ("", *_FILES)},
+    "transformer_engine.pytorch.attention": {**_LAYERS, **_ROTATION, "_SplitAlongDim": _SplitAlongDim},
+    "transformer_engine.pytorch.attention.rope": _ROTATION,
+    "transformer_engine.pytorch.module.base": {"get_dummy_wgrad": get_dummy_wgrad},
+    "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": get_cpu_offload_context},
+    "transformer_engine.pytorch.cross_entropy": {"parallel_cross_entropy": parallel_cross_entropy},
+    "transformer_engine.pytorch.distributed": {
+        "CudaRNGStatesTracker": CudaRNGStatesTracker,
+        "checkpoint": checkpoint,
+    },
+    "transformer_engine.pytorch.optimizers": _OPTIMIZERS,
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": {**_RECIPES, "Recipe": _Recipe},
 }

@@ -12,7 +12,7 @@ from costmodel.operators.attention import Attention, AttentionKernel
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Reduction, ScaledGemm
 from costmodel.operators.layers import DTYPE_BYTES
 from costmodel.operators.lookups import Direction
-from e2e.lowering.families.products import attention_record
+from e2e.lowering.families.products import attention_record, gemm
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -147,6 +147,18 @@ def _updated(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [_moved(call.name, large[0], [gradient, *others], large)]
 
 
+def _added_product(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower a product of 16- or 8-bit operands that is added to existing values."""
+    first, second, sums = (tensor_argument(call, place) for place in range(3))
+    (m, k), n, scaling, kept = first.shape, second.shape[1], str(call.inputs[3]), priced_dtype(sums)
+    if scaling:
+        record: ScaledGemm | Gemm = ScaledGemm(m, n, k, "float8", scaling, accumulates=kept, split_sums=True)
+    else:
+        (product,) = gemm(context, first, second, call.name).operators
+        record = replace(cast(Gemm, product), accumulates=kept)
+    return [DeviceWork(call.name, (record,))]
+
+
 def triton_product(call: OperatorCall) -> Gemm | None:
     """Return the product that a kernel with products in its source computes, if three of its tensors fit one: the
     largest, of (m, k), (k, n) and (m, n), each of them transposed or not; None otherwise.
@@ -209,6 +221,7 @@ TABLE: dict[str, Lowering] = {
     "package::one_pass": _one_pass,
     "package::filtered": _filtered,
     "package::update_": _update,
+    "package::add_mm_": _added_product,
     "bitsandbytes::dequantize_4bit": _passed,
     "bitsandbytes::dequantize_blockwise": _passed,
     "bitsandbytes::quantize_4bit": _passed,
