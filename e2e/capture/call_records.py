@@ -180,6 +180,10 @@ class Identities:
         self._made.clear()
         return found
 
+    def bytes(self) -> dict[int, int]:
+        """Return the bytes of each storage on the GPU that is not free."""
+        return dict(self._sizes)
+
     def release(self) -> None:
         """Release the weak references."""
         for key in self._storages:

@@ -212,6 +212,7 @@ class RecordedStep:
     graphs: Mapping[int, int] = field(default_factory=dict)
     # Pass that stands for equal ones that were left out.
     repeated: RepeatedPass | None = None
+    storage_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -455,6 +456,7 @@ class Recorder(TorchDispatchMode):
             tuple(self.passes),
             {} if self.regions is None else self.regions.cut(),
             self.graphs.cut(),
+            storage_bytes=self.convert.identities.bytes(),
         )
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
         if self.leaving_out:

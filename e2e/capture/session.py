@@ -245,6 +245,7 @@ def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> O
         compiled=workload.compiled or bool(recorder.compiled) or is_compiled(workload.module),
         ranges=recorder.ranges.found(),
         passes=tuple(recorder.passes),
+        storage_bytes=recorder.convert.identities.bytes(),
     )
 
 

@@ -366,6 +366,8 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
     for entry in found.values():
         if entry.existed or (entry.gradient and not exact):
             entry.last = end
+    for storage in found.keys() & trace.storage_bytes.keys():
+        found[storage].size = max(found[storage].size, whole_blocks(trace.storage_bytes[storage]))
     return found
 
 

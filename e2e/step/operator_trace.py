@@ -225,6 +225,8 @@ class OperatorTrace:
     graphs: Mapping[int, int] = field(default_factory=dict)
     # Pass of which only some are among the calls.
     repeated: RepeatedPass | None = None
+    # Storage -> its bytes, where they are known: views may show parts of it only.
+    storage_bytes: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def without_pass(self) -> OperatorTrace:
         """Return the trace with one fewer of the repeated passes, and without the note of them.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from costmodel.base.errors import ModelError
 from e2e.capture.cuda_packages.kernels import OPERATORS, attend
+from e2e.capture.distributed.zero import gather, scatter_sums
 from e2e.capture.models.layer_forms import Caster
 
 _EIGHT = torch.ops.float8
@@ -40,7 +41,7 @@ class Sharing:
     def gathered(self, part: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, Any]:
         """Return the parts of all ranks along the first dimension, and what to wait for."""
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        work = dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group, async_op=not wait)
+        work = gather(whole, part.contiguous(), group=self.group, async_op=not wait)
         return whole, work
 
     def summed(self, given: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, Any]:
@@ -48,7 +49,7 @@ class Sharing:
         if not self.sequence:
             return given, dist.all_reduce(given, group=self.group, async_op=not wait)
         part = given.new_empty((given.shape[0] // self.size, *given.shape[1:]))
-        return part, dist.reduce_scatter_tensor(part, given.contiguous(), group=self.group, async_op=not wait)
+        return part, scatter_sums(part, given.contiguous(), group=self.group, async_op=not wait)
 
 
 Operands = tuple[torch.Tensor, torch.Tensor]
@@ -57,19 +58,21 @@ Operands = tuple[torch.Tensor, torch.Tensor]
 class Product(torch.autograd.Function):
     """Product of input (..., k) and transposed weight (n, k), with its communication.
 
-    ``operands``: the weight in 8 bits, and transposed (None: 16 bits); ``sums``: values to which its gradient is added.
+    ``operands``: the weight in 8 bits, and transposed (None: 16 bits); ``sums``: values to which its gradient is added;
+    ``recasts``: the input is kept as it is, and cast again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, given: torch.Tensor, weight: torch.Tensor, sharing: Sharing, caster: Caster | None,
-        operands: Operands | None, sums: torch.Tensor | None,
+        operands: Operands | None, sums: torch.Tensor | None, recasts: bool,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.sharing, ctx.caster, ctx.sums = sharing, caster, sums
+        ctx.sharing, ctx.caster, ctx.sums, ctx.recasts = sharing, caster, sums, recasts and caster is not None
         first, kept, wide, turned = given, given, weight, weight
         if caster is not None and operands is not None:
             first, second = caster.activations(given)
             kept, (wide, turned) = first if second is None else second, operands
+            kept = given if recasts else kept
         ctx.save_for_backward(kept, turned)
         shared = sharing.size > 1
         if shared and sharing.way == "column" and sharing.sequence:
@@ -81,29 +84,30 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sharing, caster, (given, weight) = ctx.sharing, ctx.caster, ctx.saved_tensors
         of_input, of_weight, *_ = ctx.needs_input_grad
+        if ctx.recasts and of_weight:
+            eight, second = caster.operands(given)
+            given = eight if second is None else second
         shared, column = sharing.size > 1, sharing.way == "column"
         gradient = turned = gradients[0]
         if caster is not None:
             gradient, second = caster.operands(gradient, alone=not of_weight)
             turned = gradient if second is None else second
         if shared and not column and sharing.sequence:
-            gradient, turned = (sharing.gathered(each)[0] for each in (gradient, turned))
-        waiting: list[Any] = []
+            gradient = turned = sharing.gathered(gradient)[0]
+        again = summing = None
         if shared and column and sharing.sequence and of_weight:
-            given, work = sharing.gathered(given, wait=False)
-            waiting.append(work)
+            given, again = sharing.gathered(given, wait=False)
         found = None
         if of_input:
             found = _multiplied(_rows(gradient), weight, caster, True).view(*gradient.shape[:-1], weight.shape[1])
             if shared and column:
-                found, work = sharing.summed(found, wait=False)
-                waiting.append(work)
-        for work in waiting[: len(waiting) - (1 if of_input and shared and column else 0)]:
-            work.wait()
+                found, summing = sharing.summed(found, wait=False)
+        if again is not None:
+            again.wait()
         weights = _gradient(_rows(turned), _rows(given), caster, ctx.sums) if of_weight else None
-        for work in waiting[len(waiting) - (1 if of_input and shared and column else 0) :]:
-            work.wait()
-        return found, weights, None, None, None, None
+        if summing is not None:
+            summing.wait()
+        return found, weights, None, None, None, None, None
 
 
 def _rows(given: torch.Tensor) -> torch.Tensor:

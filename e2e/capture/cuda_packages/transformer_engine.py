@@ -29,6 +29,7 @@ from e2e.capture.cuda_packages.parallel_layers import (
     attend_in_ring,
     sums_of,
 )
+from e2e.capture.distributed.zero import gather
 from e2e.capture.models.layer_forms import Caster, ScaledLinear
 from e2e.capture.models.stacks import PackedGated, Rotary, SquaredRelu
 from e2e.step.options import RECIPES
@@ -89,10 +90,20 @@ def fp8_autocast(
         _CASTER.reset(token)
 
 
+# True inside of an enabled `fp8_model_init`.
+_STORES: ContextVar[bool] = ContextVar("weights of Transformer Engine in 8 bits", default=False)
+
+
 @contextmanager
-def fp8_model_init(*_: Any, **__: Any) -> Iterator[None]:
-    """Context in which weights would be stored in 8 bits; they are kept in 16 here."""
-    yield
+def fp8_model_init(enabled: bool = True, *_: Any, **__: Any) -> Iterator[None]:
+    """Context in which layers store their weights in 8 bits, twice, the second time transposed; the optimizer updates
+    them, and ranks gather them, as if they were of 16 bits.
+    """
+    token = _STORES.set(enabled)
+    try:
+        yield
+    finally:
+        _STORES.reset(token)
 
 
 class FP8GlobalStateManager:
@@ -140,7 +151,9 @@ class Linear(nn.Module):
         self.bias = _made(self.out_features, like=named) if bias else None
         self.use_bias, self.returns_bias = bool(bias), bool(named.get("return_bias"))
         self.adds_gradients, self.tp_group = bool(named.get("fuse_wgrad_accumulation")), named.get("tp_group")
+        self.save_original_input = False  # which Megatron-LM sets
         self._operands: Operands | None = None
+        self.stores_eight = _STORES.get() and self.weight.element_size() == 2
         if way is not None:
             told = {"tensor_model_parallel": True, "partition_dim": 1 if way == "row" else 0, "partition_stride": 1}
             for name, value in told.items():
@@ -167,11 +180,14 @@ class Linear(nn.Module):
         caster = None if any(extent % 16 for extent in weight.shape) else _CASTER.get()
         operands: Operands | None = None
         if caster is not None:
-            kept = self._operands if first is False and caster.recipe.weights_kept else None
-            with torch.no_grad():
-                made = caster.operands(weight) if kept is None else kept
-            operands = self._operands = (made[0], weight if made[1] is None else made[1])
-        output: torch.Tensor = Product.apply(inp, weight, sharing, caster, operands, sums)
+            operands = self._operands
+            if self.stores_eight:
+                halves = weight.detach().view(torch.float8_e4m3fn).chunk(2, 1)
+                operands = halves[0], halves[1]
+            elif operands is None or first is not False:
+                eight, turned = caster.operands(weight.detach())
+                operands = self._operands = eight, eight if turned is None else turned
+        output: torch.Tensor = Product.apply(inp, weight, sharing, caster, operands, sums, self.save_original_input)
         return output if bias is None else output + bias
 
 
@@ -313,7 +329,8 @@ class DotProductAttention(nn.Module):
         if self.contexts is not None:
             if form == "thd" or window:
                 raise ModelError("packed or windowed attention over the contexts of several ranks has no stand-in")
-            output = attend_in_ring(*operands, self.contexts, causal, kernel="cudnn", dropout=dropout)
+            query, key, value = operands
+            output = attend_in_ring(query, key, value, self.contexts, causal, kernel="cudnn", dropout=dropout)
         else:
             output = attend(
                 *operands, kernel="cudnn", causal=causal, window=window, dropout=dropout, packed=packed,
@@ -436,7 +453,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = OPERATORS.one_pass("cross_entropy", [scores, labels], [rows])[0]
         if group is not None and dist.get_world_size(group) > 1:
             every = found.new_empty((dist.get_world_size(group) * found.shape[0], 3))
-            dist.all_gather_into_tensor(every, found, group=group)
+            gather(every, found, group=group)
         (gradient,) = OPERATORS.one_pass("cross_entropy", [scores, labels, found], [scores])
         ctx.save_for_backward(gradient)
         return torch.empty(labels.shape, dtype=torch.float32, device=scores.device)

@@ -108,6 +108,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
             compiled=bool(recorder.compiled) or is_compiled(workload.module),
             ranges=recorder.ranges.found(),
             passes=tuple(recorder.passes),
+            storage_bytes=recorder.convert.identities.bytes(),
         )
         sizes = (workload.samples, workload.sequence_length)
         return CapturedRank(trace, frozenset(communication.peers), signature, *sizes, switches=tf32_switches())
