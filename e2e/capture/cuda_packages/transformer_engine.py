@@ -486,6 +486,14 @@ def get_dummy_wgrad(shape: Any, dtype: torch.dtype, zero: bool = False) -> torch
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def general_gemm(first: torch.Tensor, second: torch.Tensor, *_: Any, **named: Any) -> tuple[Any, None, None, None]:
+    """Return a product of matrices given in columns: that of ``second`` and ``first``, as ``layout`` turns them."""
+    layout, dtype = named.get("layout", "TN"), named.get("out_dtype") or first.dtype
+    turned = (second.t() if layout[1] == "T" else second), (first.t() if layout[0] == "T" else first)
+    product = torch.mm(*turned) if dtype is first.dtype else torch.mm(*turned, out_dtype=dtype)
+    return product, None, None, None
+
+
 class CudaRNGStatesTracker:
     """States of random numbers by name."""
 
@@ -553,7 +561,11 @@ MODULES: dict[str, dict[str, Any]] = {
     **{f"transformer_engine.pytorch.module{part}": _LAYERS for part in ("", *_FILES)},
     "transformer_engine.pytorch.attention": {**_LAYERS, **_ROTATION, "_SplitAlongDim": _SplitAlongDim},
     "transformer_engine.pytorch.attention.rope": _ROTATION,
-    "transformer_engine.pytorch.module.base": {"get_dummy_wgrad": get_dummy_wgrad},
+    "transformer_engine.pytorch.module.base": {
+        "get_dummy_wgrad": get_dummy_wgrad,
+        "get_workspace": lambda: None,
+    },
+    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": get_cpu_offload_context},
     "transformer_engine.pytorch.cross_entropy": {"parallel_cross_entropy": parallel_cross_entropy},
     "transformer_engine.pytorch.distributed": {

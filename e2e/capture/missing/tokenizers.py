@@ -208,7 +208,8 @@ def _classes(module: Any, hub: Hub, folder: Path, note: Note) -> Iterator[tuple[
     owner = module.AutoTokenizer if hasattr(module, "AutoTokenizer") else module.PreTrainedTokenizerBase
     original = owner.__dict__["from_pretrained"].__func__
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = pretrained_model_name_or_path
         place = _made(hub, name, kwargs.get("subfolder") or "", folder, note)
         if place is None:
             return original(cls, name, *args, **kwargs)

@@ -216,7 +216,10 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
     # The type of the weights is that of the file from version 5 on, before it was single precision.
     as_stored = int(sys.modules["transformers"].__version__.partition(".")[0]) >= 5
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
         place = {key: kwargs[key] for key in _PLACE if key in kwargs}
         told = kwargs.pop("output_loading_info", False)
         options = {key: value for key, value in kwargs.items() if key not in _READING}
@@ -249,7 +252,8 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
 
 
 def _diffusers(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
-    def from_pretrained(cls: Any, name: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        name = pretrained_model_name_or_path
         place = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder", "token") if key in kwargs}
         config = cls.load_config(name, **place)
         model = cls.from_config(config)

@@ -89,7 +89,7 @@ from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 name, data = sys.argv[1:3]
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path=name)
 rows = load_dataset("nyu-mll/glue", data).map(lambda row: tokenizer(row["sentence"], truncation=True), batched=True)
 
 
