@@ -122,6 +122,8 @@ class Cluster:
     in_switch: bool = True
     # Name of the network.
     network_name: str = ""
+    # True if only the GPU was named: the nodes are the usual ones with it, and so is their network.
+    network_assumed: bool = field(default=False, compare=False)
 
     @property
     def network_text(self) -> str:
@@ -198,7 +200,12 @@ def load_cluster(
         host_memory=file.host_memory,
         in_switch=file.in_switch,
         network_name=called,
+        network_assumed=network is None and not _names_cluster(machine),
     )
+
+
+def _names_cluster(machine: str | Path | Machine) -> bool:
+    return not isinstance(machine, Machine) and find_cluster(machine) is not None
 
 
 def load_gpu(name: str) -> Machine:

@@ -11,7 +11,7 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_records import Machine
 from e2e.explain.breakdowns import breakdown_of, coverage_of, overheads_of, phase_seconds, range_figures
 from e2e.explain.critical_path import CriticalPath, SimulatedStep, path_parts
-from e2e.explain.intervals import Deviations, step_deviations
+from e2e.explain.intervals import MOST_TASKS, Deviations, simulated_seconds, step_deviations, task_count
 from e2e.explain.prediction import Prediction, board_of
 from e2e.explain.rank_figures import (
     RankFigures,
@@ -157,6 +157,9 @@ def _unmeasured(coverage: Mapping[str, float]) -> list[str]:
 ITERATIONS = 6
 # Graphs with at least MANY_TASKS are tried with fewer iterations first: long steps settle sooner.
 MANY_TASKS, FEW_ITERATIONS = 100_000, 3
+# Part of the usual network that an unnamed one may have: nodes of eight V100 are let with 25 to 400 Gb/s, those of
+# eight A100 with 400 to 1,600.
+_SLOWER_NETWORK = 4
 # Relative difference below which iterations count as equal: it cannot be measured.
 WORTH_TELLING = 1e-3
 Memory = Mapping[int, MemoryUsage]
@@ -241,8 +244,12 @@ def predict_graph(
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
     priced = priced_graph(graph, setting, cluster, collectives)
     lost = band.slowdown_of(priced) if band is not None and speed_spread is None else 0.0
-    priced = slow_down(priced if altered is None else altered(priced), lost)
-    priced = with_speeds(priced, speed_spread or 0.0)
+
+    def running(priced: ExecutionGraph) -> ExecutionGraph:
+        slowed = slow_down(priced if altered is None else altered(priced), lost)
+        return with_speeds(slowed, speed_spread or 0.0)
+
+    priced = running(priced)
     steady = _steady(priced)
     step = SimulatedStep(
         priced,
@@ -253,7 +260,17 @@ def predict_graph(
         errors=None if band is None else band.errors,
     )
     told = [*notes, *_waiting_for_the_slowest(gpus, lost)]
-    found = _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told)
+    slower: dict[str, float] = {}
+    if cluster.network_assumed and cluster.network is not None and cluster.nodes > 1 and collectives is None:
+        told.append(
+            f"the network between nodes is taken to be {cluster.network_text}, and by the interval down to "
+            f"1/{_SLOWER_NETWORK} of it; name it by --network, or the cluster by --gpu"
+        )
+        if task_count(priced) <= MOST_TASKS:
+            link = replace(cluster.network, bandwidth=cluster.network.bandwidth / _SLOWER_NETWORK)
+            other = running(priced_graph(graph, setting, replace(cluster, network=link)))
+            slower["network"] = max(simulated_seconds(other, None) - simulated_seconds(priced, None), 0.0)
+    found = _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told, slower)
     return replace(found, prediction=replace(found.prediction, cuda_graph=setting.cuda_graph))
 
 
@@ -348,8 +365,11 @@ def _result(
     memory: Memory | None,
     warnings: Sequence[str],
     notes: Sequence[str],
+    slower: Mapping[str, float] | None = None,
 ) -> PredictionResult:
+    """Explain ``step``; ``slower``: seconds by which it may be slower, by other causes than its kernels and host."""
     deviations = step_deviations(step)
+    deviations.above.update(slower or {})
     prediction = explain(step, deviations, machine, site, memory or {}, warnings, notes)
     return PredictionResult(
         prediction,

@@ -48,6 +48,7 @@ class ToyCluster:
     nodes: int = 2
     node_gpus: int = 2
     network_cards: int = 2
+    network_assumed: bool = False
 
 
 class ToyCollectives(CostModel):

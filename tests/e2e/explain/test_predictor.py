@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.machines.cluster import single_gpu
+from costmodel.machines.cluster import load_cluster, single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict_graph
 from e2e.lowering.lower_trace import lower_step
 from e2e.report.tables import launches_text
+from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
 from e2e.step.options import StepOptions
 from tests.e2e.drawn_graphs import Drawing, together
@@ -192,3 +193,25 @@ def test_a_recorded_step_is_explained_from_its_standing_start():
     assert (prediction.cluster, prediction.nodes, prediction.gpus) == ("as recorded", 1, 2)
     assert prediction.ranks[0].exposed_wait_seconds == pytest.approx(11)
     assert prediction.interval_seconds == pytest.approx((25, 25))
+
+
+@pytest.mark.parametrize(
+    ("asked", "unsure"), [(("h100-sxm", 16), True), (("h100-sxm", 16, 2, "infiniband-ndr"), False),
+                          (("dgx-h100", 16), False), (("h100-sxm", 8), False)],
+)  # fmt: skip
+def test_the_interval_takes_a_slower_network_where_nobody_names_it(asked, unsure: bool):
+    """Sums between nodes, which nothing hides, take more than twice as long over a quarter of the network."""
+    cluster = load_cluster(*asked)
+    drawing = Drawing(0)
+    drawing.kernel("gemm", 1.0)
+    drawing.collective("nccl", 0, 0, ranks=tuple(range(cluster.gpus)), size=100 << 30, launch=0, stream=7)
+    (rank,) = together(drawing, multiplicity={0: cluster.gpus}).ranks
+    tasks = tuple(replace(task, duration=None) if task.collective else task for task in rank.tasks)
+    graph = ExecutionGraph((replace(rank, tasks=tasks),), {0: cluster.gpus})
+    prediction = predict_graph(graph, replace(setting(1.0, 1e-6), machine=cluster.machine), cluster).prediction
+    lower, upper = prediction.interval_seconds
+    sums = prediction.iteration_seconds - 1.0
+    assert sums > 0.4
+    assert (upper - prediction.iteration_seconds > sums) is unsure
+    assert lower > prediction.iteration_seconds - sums
+    assert bool([note for note in prediction.notes if "network between nodes" in note]) is unsure
