@@ -36,6 +36,8 @@ class AccumulatedPasses:
         # Outputs of the calls of outermost modules in the last pass that ran, and those of the current one.
         self._last: dict[Hashable, Any] = {}
         self._now: dict[Hashable, Any] = {}
+        # First and last of the records of each of those calls in the current step.
+        self._called: list[tuple[int, int]] = []
         self._passes = 0
         self._anchor = torch.empty((), device="meta", requires_grad=True)
 
@@ -65,7 +67,7 @@ class AccumulatedPasses:
         """Return the pass that stands for those left out of the step, which is to be cut; None if none was."""
         begins, more = self.recorder.pass_begins(), self.recorder.left_out
         self.before = self.recorder.finished_passes
-        self._passes, self._last, self._now = 0, {}, {}
+        self._passes, self._last, self._now, self._called = 0, {}, {}, []
         return RepeatedPass(begins[RUN_FIRST - 1], begins[RUN_FIRST], more) if more else None
 
     def _pass(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -78,7 +80,9 @@ class AccumulatedPasses:
                 self._now = self._last
         if recorder.leaving_out and key in self._last:
             return self._imitated(self._last[key])
+        first = recorder.recorded
         outputs = call(module, *args, **kwargs)
+        self._called.append((first, recorder.recorded))
         if key[0] is not None and is_plain(outputs) and not recorder.leaving_out:
             self._now[key] = in_own_containers(outputs)
         return outputs
@@ -96,7 +100,16 @@ class AccumulatedPasses:
             [(row["name"], row["thread"], shape_of(row.get("inputs", ()))) for row in self.recorder.records(begin, end)]
             for begin, end in zip(begins[-3:-1], begins[-2:], strict=True)
         )
-        return one == other and not any(kind_of(name) in POINT_TO_POINT for name, *_ in one)
+        return one == other and not self._sends_between_modules(begins[-3], begins[-2])
+
+    def _sends_between_modules(self, begin: int, end: int) -> bool:
+        """True if the stages of a pipeline send from ``begin`` to ``end``; modules themselves do in a ring of ranks."""
+        return any(
+            kind_of(row["name"]) in POINT_TO_POINT
+            and row["phase"] == "forward"
+            and not any(first <= row["id"] < last for first, last in self._called)
+            for row in self.recorder.records(begin, end)
+        )
 
     def _imitated(self, outputs: Any) -> Any:
         """Return outputs like these, whose backward pass does nothing."""

@@ -67,7 +67,8 @@ class Product(torch.autograd.Function):
         ctx: Any, given: torch.Tensor, weight: torch.Tensor, sharing: Sharing, caster: Caster | None,
         operands: Operands | None, sums: torch.Tensor | None, recasts: bool,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.sharing, ctx.caster, ctx.sums, ctx.recasts = sharing, caster, sums, recasts and caster is not None
+        ctx.sharing, ctx.caster, ctx.recasts = sharing, caster, recasts and caster is not None
+        ctx.sums, ctx.dtype = sums, weight.dtype
         first, kept, wide, turned = given, given, weight, weight
         if caster is not None and operands is not None:
             first, second = caster.activations(given)
@@ -104,7 +105,7 @@ class Product(torch.autograd.Function):
                 found, summing = sharing.summed(found, wait=False)
         if again is not None:
             again.wait()
-        weights = _gradient(_rows(turned), _rows(given), caster, ctx.sums) if of_weight else None
+        weights = _gradient(_rows(turned), _rows(given), caster, ctx.sums, ctx.dtype) if of_weight else None
         if summing is not None:
             summing.wait()
         return found, weights, None, None, None, None, None
@@ -122,13 +123,13 @@ def _multiplied(first: torch.Tensor, second: torch.Tensor, caster: Caster | None
 
 
 def _gradient(
-    gradient: torch.Tensor, given: torch.Tensor, caster: Caster | None, sums: torch.Tensor | None
+    gradient: torch.Tensor, given: torch.Tensor, caster: Caster | None, sums: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the gradient of a weight, or an empty one if it has been added to ``sums``."""
+    """Return the gradient of a weight of ``dtype``, or one without values if it has been added to ``sums``."""
     if sums is None:
         return _multiplied(gradient.t(), given, caster, True)
     add_product(gradient.t(), given, sums, caster.recipe.scaling if caster else "")
-    return torch.empty(sums.shape, dtype=torch.bfloat16, device=sums.device)
+    return torch.empty(sums.shape, dtype=dtype, device=sums.device)
 
 
 def add_product(first: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, scaling: str = "") -> None:
@@ -161,7 +162,7 @@ class ExpertProducts(torch.autograd.Function):
             sums = sums_of(weight)
             if ctx.caster is not None:
                 gradient, rows = (ctx.caster.operands(each)[1] for each in (gradient, rows))
-            of_weights.append(_gradient(gradient, rows, ctx.caster, sums))
+            of_weights.append(_gradient(gradient, rows, ctx.caster, sums, weight.dtype))
         return found, None, None, *of_weights
 
 

@@ -485,6 +485,62 @@ def test_a_pass_left_out_gives_what_the_module_gave(folder: Path) -> None:
     assert any("6 of its 12 passes, which are alike, not run" in line for line in found.notes)
 
 
+RING = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+other, inside = 1 - dist.get_rank(), sys.argv[1] == "inside"
+
+
+def exchanged(data):
+    found = torch.empty_like(data)
+    ways = [dist.P2POp(dist.isend, data.contiguous(), other), dist.P2POp(dist.irecv, found, other)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+    return found
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, data):
+        return exchanged(data)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchanged(gradient)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x + Passed.apply(x) if inside else x
+
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+while True:
+    for _ in range(12):
+        data = torch.randn(256, 64, device="cuda")
+        net(data if inside else exchanged(data)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("place", ["inside", "between"])
+def test_passes_whose_modules_send_in_a_ring_are_left_out_and_stages_of_a_pipeline_are_not(folder: Path, place: str):
+    (folder / "ring.py").write_text(RING, encoding="utf-8")
+    found = run(folder, f"torchrun --nproc-per-node 2 ring.py {place}")
+    assert any("6 of its 12 passes, which are alike, not run" in line for line in found.notes) is (place == "inside")
+
+
 GRAPHS = """
 import sys
 
