@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from e2e.capture.known_values import LIMIT, know, known
-from e2e.capture.possible_values import most_true
+from e2e.capture.possible_values import is_certain, most_true, true_for_certain
 from e2e.capture.script_lines import flag_of_running_line
 
 aten = torch.ops.aten
@@ -190,6 +190,15 @@ def _histc(func: Any, tensor: torch.Tensor, bins: int = 100, *args: Any, **kwarg
     return result
 
 
+def _summed(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return even counts of a mask of which as many elements are true as were set, such as a token's experts."""
+    result = func(tensor, *args, **kwargs)
+    number = true_for_certain(tensor) if _is_meta(tensor) else None
+    if number is not None:
+        know(result, _even(number, result.numel()).view(result.shape).to(result.dtype))
+    return result
+
+
 def _even(number: int, bins: int) -> torch.Tensor:
     share, left = divmod(number, bins)
     return share + (torch.arange(bins, device="cpu") < left).long()
@@ -303,6 +312,7 @@ _SPECIAL: dict[Any, Any] = {
     aten.batch_norm_backward_elemt.default: _like_first,
     aten.bincount.default: _bincount,
     aten.histc.default: _histc,
+    aten.sum.dim_IntList: _summed,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices_backward.default: _as_second,
@@ -436,7 +446,15 @@ def _new_tensors(known: _Results) -> Any:
 
 # Calls that indicate an assumed size, and those with assumed counts.
 ASSUMED = "aten::nonzero"
-EVEN_COUNTS = ("aten::bincount", "aten::histc")
+EVEN_COUNTS = ("aten::bincount", "aten::histc", "aten::sum")
+
+
+def is_assumed(name: str, tensor: torch.Tensor) -> bool:
+    """True if the call ``name`` of one of these on ``tensor`` has a result that depends on data."""
+    if known(tensor) is not None or is_certain():
+        return False
+    certain = true_for_certain(tensor) is not None
+    return certain if name == "aten::sum" else not certain or name != ASSUMED
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class Facts:
     source: Callable[[], torch.Tensor | None] | None = field(default=None, repr=False)
     at: int = 0
     possible: torch.Tensor | None = field(default=None, repr=False)
+    # As many elements are found as ``found`` says, such as one for each index of a scatter.
+    exact: bool = False
 
 
 def facts(tensor: torch.Tensor) -> Facts | None:
@@ -137,6 +139,12 @@ def most_true(mask: torch.Tensor) -> int:
     if found is None:
         found = _compared(_contents(mask), _others(0))
     return min(_sum(found), mask.numel())
+
+
+def true_for_certain(mask: torch.Tensor) -> int | None:
+    """Return how many elements of ``mask`` are true, if that is known though not which."""
+    held = facts(mask) if _is_mask(mask) and known(mask) is None else None
+    return _sum(held.found) if held is not None and held.exact and held.found is not None else None
 
 
 def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -343,7 +351,8 @@ def _same(func: Any, args: Sequence[Any], result: Any) -> _Noted:
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if each.dtype is torch.bool and tensor.dtype is not torch.bool and held.found is None and version is not None:
             found = _compared(_contents(tensor), _others(0))
-            yield each, Facts(0, found=found, source=weakref.ref(tensor), at=version)
+            exact = held.exact and each.numel() == tensor.numel()
+            yield each, Facts(0, found=found, source=weakref.ref(tensor), at=version, exact=exact)
         else:
             yield each, _part(held, tensor, each)
 
@@ -359,7 +368,8 @@ def _part(held: Facts, tensor: torch.Tensor, part: torch.Tensor) -> Facts:
         contents = (Some(_sum(found), Bounds(1, 1)), Some(part.numel(), Bounds(0, 0)))
         return Facts(0, contents)
     where = held.possible if part.shape == tensor.shape else None
-    return replace(held, contents=contents, found=found, source=None if moved else held.source, possible=where)
+    source, exact = None if moved else held.source, held.exact and part.numel() == tensor.numel()
+    return replace(held, contents=contents, found=found, source=source, possible=where, exact=exact)
 
 
 def _places(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
@@ -492,6 +502,17 @@ def _written(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
     yield from _viewed(tensor, contents)
 
 
+def _scattered(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
+    """Note the contents of zeros with a value at places, such as ones for the experts of each token, all of which are
+    others.
+    """
+    tensor, _, index, value = args[:4]
+    held = facts(tensor)
+    contents = _joined(_contents(tensor), _of_value(value, index.numel()))
+    zeros = held is not None and held.contents == (Some(tensor.numel(), Bounds(0, 0)),)
+    yield result, Facts(0, contents, exact=zeros and isinstance(value, (int, float)) and value != 0)
+
+
 def _chosen(func: Any, args: Sequence[Any], result: torch.Tensor) -> _Noted:
     """Note the contents of ``torch.where(mask, first, second)``."""
     parts = [_of_value(each, result.numel()) for each in args[1:3]]
@@ -568,6 +589,7 @@ _RULES: dict[Any, Callable[[Any, Sequence[Any], Any], _Noted]] = {
     aten.copy_.default: _copied,
     **dict.fromkeys((aten.index_put_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor), _written),
     **dict.fromkeys((aten.scatter_.value, aten.scatter_.src, *_ROWS), _written),
+    **dict.fromkeys((aten.scatter.value, aten.scatter.src), _scattered),
     aten.where.self: _chosen,
     aten.any.dim: _any,
 }  # fmt: skip

@@ -29,9 +29,9 @@ from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
-from e2e.capture.known_values import follow, known
-from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults
-from e2e.capture.possible_values import is_certain, note
+from e2e.capture.known_values import follow
+from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults, is_assumed
+from e2e.capture.possible_values import note
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
@@ -553,7 +553,7 @@ class Recorder(TorchDispatchMode):
                 return result
         row = self._open(func, args, kwargs)
         result = self._result(func, args, kwargs)
-        if (row["name"] == ASSUMED or row["name"] in EVEN_COUNTS) and known(args[0]) is None and not is_certain():
+        if row["name"] in (ASSUMED, *EVEN_COUNTS) and is_assumed(row["name"], args[0]):
             row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"

@@ -68,7 +68,8 @@ def assumptions(traces: Sequence[OperatorTrace], routed: bool = False, selected:
         )
     counts = sum(call.name in EVEN_COUNTS and call.attributes.get("assumed") is True for call in calls)
     if counts and not routed:
-        found.append(f"{counts} counts of data (bincount, histc) are taken to be even, such as tokens of each expert")
+        which = "counts of data (bincount, histc, sums of masks)"
+        found.append(f"{counts} {which} are taken to be even, such as tokens of each expert")
     return [*found, *_linear_attention(calls)]
 
 

@@ -262,3 +262,25 @@ def test_layers_without_their_library_are_named_and_others_of_their_name_are_not
     found = assumptions([captured(module, 8, 4, module=module)])
     assert len(found) == recurs
     assert all("selective scan" in line and "mamba_ssm" in line for line in found)
+
+
+def test_experts_of_each_token_are_as_many_as_were_set_and_share_them_evenly():
+    """As a router of Megatron-LM marks them: two of six experts for each of ten tokens."""
+    counts, rows = [], []
+
+    def step(data: torch.Tensor) -> None:
+        chosen = torch.zeros_like(data).int().scatter(1, data.topk(2, dim=1).indices, 1).bool()
+        counts.append(chosen.sum(dim=0).tolist())
+        counts.append(chosen.sum(dim=0).reshape(2, 3).sum(1).tolist())
+        places = torch.arange(10, device="cuda").expand(6, 10)
+        rows.append(places.masked_select(chosen.T.contiguous()).shape[0])
+
+    trace = captured(step, 10, 6)
+    assert counts[-2:] == [[4, 4, 3, 3, 3, 3], [11, 9]] and rows[-1] == 20
+    (told,) = assumptions([trace])  # the selection finds what was set
+    assert told.startswith("2 counts of data (bincount, histc, sums of masks) are taken to be even")
+
+
+def test_sums_of_a_mask_by_comparison_are_not_known():
+    trace = captured(lambda data: (data > 0).sum(dim=0) + 1, 10, 6)
+    assert not assumptions([trace])
