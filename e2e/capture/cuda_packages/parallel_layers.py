@@ -138,13 +138,16 @@ def add_product(first: torch.Tensor, second: torch.Tensor, sums: torch.Tensor, s
 
 
 class ExpertProducts(torch.autograd.Function):
-    """Products of the rows of each expert, of ``counts`` rows, with its own weight (n, k)."""
+    """Products of the rows of each expert, of ``counts`` rows, with its own weight (n, k), whose gradient is added to
+    its ``sums``, if there are any.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, counts: Sequence[int], caster: Caster | None, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.counts, ctx.caster = list(counts), caster
+        ctx: Any, given: torch.Tensor, counts: Sequence[int], caster: Caster | None,
+        sums: Sequence[torch.Tensor | None], *weights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.counts, ctx.caster, ctx.sums = list(counts), caster, sums
         ctx.save_for_backward(given, *weights)
         output = given.new_empty((given.shape[0], weights[0].shape[0]))
         for rows, part, weight in zip(given.split(ctx.counts), output.split(ctx.counts), weights, strict=True):
@@ -157,13 +160,12 @@ class ExpertProducts(torch.autograd.Function):
         found = torch.empty_like(given)
         of_weights: list[torch.Tensor] = []
         parts = zip(gradients[0].split(ctx.counts), given.split(ctx.counts), found.split(ctx.counts), strict=True)
-        for (gradient, rows, part), weight in zip(parts, weights, strict=True):
+        for (gradient, rows, part), weight, sums in zip(parts, weights, ctx.sums, strict=True):
             _into(part, gradient, weight, ctx.caster, True)
-            sums = sums_of(weight)
             if ctx.caster is not None:
                 gradient, rows = (ctx.caster.operands(each)[1] for each in (gradient, rows))
             of_weights.append(_gradient(gradient, rows, ctx.caster, sums, weight.dtype))
-        return found, None, None, *of_weights
+        return found, None, None, None, *of_weights
 
 
 def _into(output: torch.Tensor, first: torch.Tensor, second: torch.Tensor, caster: Caster | None, last: bool) -> None:

@@ -199,13 +199,15 @@ class GroupedLinear(nn.Module):
         if named.get("bias", True):
             raise ModelError("GroupedLinear with a bias has no stand-in; experts mostly have none")
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.adds_gradients = bool(named.get("fuse_wgrad_accumulation"))
         for number in range(num_gemms):
             self.register_parameter(f"weight{number}", _made(out_features, in_features, like=named))
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: Any = None, **_: Any) -> Any:
         """Apply the layer of each expert to its rows."""
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
-        return ExpertProducts.apply(inp, m_splits, _CASTER.get(), *weights)
+        sums = [sums_of(weight) if self.adds_gradients else None for weight in weights]
+        return ExpertProducts.apply(inp, m_splits, _CASTER.get(), sums, *weights)
 
 
 class LayerNorm(nn.Module):

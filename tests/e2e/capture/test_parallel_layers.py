@@ -147,7 +147,11 @@ def test_keys_and_values_go_round_and_every_rank_has_half_of_the_causal_pairs(tm
 
 
 EXPERTS = """
-    layer = te.GroupedLinear(3, 256, 512, bias=False, params_dtype=torch.bfloat16)
+    layer = te.GroupedLinear(
+        3, 256, 512, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=adds
+    )
+    for weight in layer.parameters():
+        weight.main_grad = torch.zeros(weight.shape, device="cuda")
     data = torch.randn(64, 256, requires_grad=True, **half)
     def step():
         layer(data, [40, 0, 24]).sum().backward()
@@ -155,12 +159,14 @@ EXPERTS = """
 """
 
 
-def test_each_expert_multiplies_its_own_rows(tmp_path):
-    (rank,) = shared(tmp_path, EXPERTS).graph.ranks
+@pytest.mark.parametrize("adds", [False, True])
+def test_each_expert_multiplies_its_own_rows(tmp_path, adds: bool):
+    (rank,) = shared(tmp_path, EXPERTS, "adds", adds=adds).graph.ranks
     products = records(rank, Gemm)
     assert sorted(each.flops for each in products if each.flops) == sorted(
         2 * rows * 256 * 512 for rows in (40, 24) for _ in range(3)
     )
+    assert sum(bool(each.accumulates) for each in products if each.flops) == (2 if adds else 0)
 
 
 LOSS = """
