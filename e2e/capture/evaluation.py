@@ -8,14 +8,11 @@ passes cost little: after a few that ran, the next ones get outputs of the same 
 
 from __future__ import annotations
 
-import ast
-import linecache
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
-from types import CodeType, FrameType
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +20,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from e2e.capture.imports import patched_imports
+from e2e.capture.periods import period
 from e2e.capture.recorder import Recorder
-from e2e.capture.script_lines import script_file, script_line
+from e2e.capture.script_lines import script_line
 
 # Equal passes in a row that are run before the following ones are replayed.
 RUN_FIRST = 4
@@ -135,49 +133,6 @@ def in_own_containers(outputs: Any) -> Any:
 
 def _copied(outputs: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.empty_like, outputs)
-
-
-def period(frame: FrameType | None) -> int | None:
-    """Return every how many steps ``frame`` runs: ``PERIOD`` of the nearest condition ``step % PERIOD == 0`` around its
-    line or around a line that called it; None without one.
-    """
-    while frame is not None:
-        if script_file(frame.f_code.co_filename):
-            for divisor in _divisors(frame.f_code.co_filename, frame.f_lineno):
-                value = _value(divisor, frame)
-                if value is not None and value > 1:
-                    return value
-        frame = frame.f_back
-    return None
-
-
-@cache
-def _divisors(file: str, line: int) -> tuple[CodeType, ...]:
-    """Return the divisors in conditions around ``line``, innermost first."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
-    around = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.If) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
-    ]  # fmt: skip
-    around.sort(key=lambda node: -node.lineno)
-    divisions = (part for node in around for part in ast.walk(node.test) if isinstance(part, ast.BinOp))
-    divisors = [part.right for part in divisions if isinstance(part.op, ast.Mod)]
-    return tuple(compile(ast.Expression(each), file, "eval") for each in divisors if not _calls(each))
-
-
-def _calls(expression: ast.expr) -> bool:
-    return any(isinstance(part, (ast.Call, ast.Await, ast.NamedExpr)) for part in ast.walk(expression))
-
-
-def _value(expression: CodeType, frame: FrameType) -> int | None:
-    try:
-        found = eval(expression, frame.f_globals, frame.f_locals)
-    except Exception:
-        return None
-    return found if isinstance(found, int) else None
 
 
 @contextmanager

@@ -49,6 +49,7 @@ from e2e.capture.evaluation import EvaluationPasses, PassGroup, named_generation
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.program_needs import needs_met, told_missing
+from e2e.capture.periods import Differentiations
 from e2e.capture.recorder import RecordedStep, Recorder
 from e2e.capture.regions import Regions
 from e2e.capture.script import tf32_switches
@@ -112,6 +113,10 @@ class Evaluation:
     passes: int
     # Description, such as "400 forward passes of GPT without gradients at train.py:212, every 2,000 steps".
     told: str
+    # Steps after which the program trains with it again; 0 if it is not known, and for passes that train nothing.
+    every: int = 0
+    # True if it is a whole step then, with what every step has.
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,9 @@ class StepFinder:
     step: RecordedStep = RecordedStep()
     different: list[RecordedStep] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    # Periods of the work of the last step, and the last step with work of each set of periods.
+    periods: frozenset[int] = frozenset()
+    periodic: dict[frozenset[int], RecordedStep] = field(default_factory=dict)
     # Backward passes of each of them, and the first step with the most; None if the taken step has as much work.
     backward: list[int] = field(default_factory=list)
     richest: RecordedStep | None = None
@@ -187,6 +195,7 @@ class StepFinder:
         default_factory=dict
     )
     _groups: Sequence[PassGroup] = ()
+    differentiations: Differentiations = field(default_factory=Differentiations)
 
     def __post_init__(self) -> None:
         self.passes = EvaluationPasses(self.recorder)
@@ -208,7 +217,7 @@ class StepFinder:
         )
         try:
             making = patch.object(torch.optim.Optimizer, "__init__", make)
-            with making, self.passes.watching(), self.accumulated.watching():
+            with making, self.passes.watching(), self.accumulated.watching(), self.differentiations.watching():
                 yield
         finally:
             for handle in handles:
@@ -233,7 +242,7 @@ class StepFinder:
 
     def _begin_anew(self) -> None:
         """Forget the steps so far."""
-        for kept in (self.digests, self.backward, self.different):
+        for kept in (self.digests, self.backward, self.different, self.periodic):
             kept.clear()
 
     def _called(self, module: torch.nn.Module, given: Any) -> None:
@@ -268,6 +277,9 @@ class StepFinder:
         whole = self.whole = self.accumulated.is_whole()
         repeated = self.accumulated.end_step()
         step = self.step = replace(self.recorder.cut(), repeated=repeated)
+        self.periods = self.differentiations.taken()
+        if max(self.periods, default=1) > 1:
+            self.periodic[self.periods] = step
         self._groups = self.passes.taken()
         for group in self._groups:
             run = step.calls[group.calls]
@@ -330,6 +342,10 @@ class StepFinder:
         for group in self._groups:  # passes of the step itself
             if not group.replayed:
                 self.evaluations.pop((group.title, group.line), None)
+        if step is not self.step or self.in_turn > 1:  # whose periods are not known
+            self.periodic.clear()
+        if any(each is self.richest for _, _, each in self.rare()):
+            self.richest = None
         most, taken = max(self.backward, default=0), self.backward[number - 1] if self.backward else 0
         rich = self.richest.calls if most > taken and self.richest is not None else ()
         if rich and work_of(rich).elements.total() > _MORE_WORK * work_of(step.calls).elements.total():
@@ -341,6 +357,16 @@ class StepFinder:
             told = f"{step.repeated.more:,} of its {len(step.passes):,} passes, which are alike, not run; {told}"
         turn = f" (each is {self.in_turn} of its steps, which differ)" if self.in_turn > 1 else ""
         self.finish(step, f"step {number} of {self.title}{turn}, {len(step.calls):,} operators, {told}")
+
+    def rare(self) -> Iterator[tuple[int, bool, RecordedStep]]:
+        """Yield what the program trains with besides the last step: after how many steps it does so again, whether with
+        the work of every step, and the calls.
+        """
+        usual = self.periods | {1}
+        for periods, step in self.periodic.items():
+            more = periods - usual
+            if len(more) == 1:
+                yield max(more), bool(periods & usual), step
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
@@ -420,6 +446,9 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
                     step, calls=cut_out(run), ranges=NamedRanges(), passes=(), regions=parts, graphs={}, repeated=None
                 )
                 yield Evaluation(trace, group.passes, group.told)
+        for every, whole, rare in finder.rare():
+            told = f"every {every:,} steps, {'a whole step with more work' if whole else 'besides the step'}"
+            yield Evaluation(trace_of(rare), 1, told, every, whole)
         if finder.richest is not None:
             passes = max(finder.backward)
             yield Evaluation(trace_of(finder.richest), 1, f"a step with {passes} backward passes, as a whole")

@@ -5,8 +5,9 @@ Times are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from costmodel.machines.machine_records import Machine
@@ -60,6 +61,41 @@ class Throughput:
     def tokens(self) -> int | None:
         """Tokens of one step on all GPUs together, ``None`` if samples are not sequences."""
         return None if self.sequence_length is None else self.samples * self.sequence_length
+
+
+@dataclass(frozen=True)
+class RareWork:
+    """What a program trains with after every so many steps, such as a penalty."""
+
+    every: int
+    iteration_seconds: float
+    # 80 % interval.
+    interval_seconds: tuple[float, float]
+    # True if it comes in place of a step, with the work of every step; otherwise besides it.
+    whole: bool
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """Mean of a step and of the rare work of a program."""
+
+    iteration_seconds: float
+    interval_seconds: tuple[float, float]
+    # Steps after which the program works as before.
+    every: int
+
+
+def mean_step(seconds: float, interval: tuple[float, float], rare: Sequence[RareWork]) -> MeanStep | None:
+    """Return the mean of a step of ``seconds`` and the ``rare`` work besides it, None without any."""
+    if not rare:
+        return None
+
+    def mean(usual: float, times: Iterable[float]) -> float:
+        return usual + sum((time - each.whole * usual) / each.every for each, time in zip(rare, times, strict=True))
+
+    low, high = (mean(bound, (each.interval_seconds[side] for each in rare)) for side, bound in enumerate(interval))
+    whole = mean(seconds, (each.iteration_seconds for each in rare))
+    return MeanStep(whole, (low, high), lcm(*(each.every for each in rare)))
 
 
 def board_of(machine: Machine) -> Board | None:
@@ -215,6 +251,8 @@ class Prediction:
 
     # Facts besides the times.
     board: Board | None = None
+    # Of a program that does some of its work in some steps only; `throughput` is that of the mean then.
+    mean: MeanStep | None = None
     throughput: Throughput | None = None
     utilisation: Utilisation | None = None
     energy: StepEnergy | None = None

@@ -122,8 +122,13 @@ def option_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def speed_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield lines of throughput, utilisation, energy and cost, as far as known."""
-    rate = prediction.throughput
+    """Yield lines of the mean of different steps, throughput, utilisation, energy and cost, as far as known."""
+    mean, rate = prediction.mean, prediction.throughput
+    if mean is not None:
+        low, high = mean.interval_seconds
+        interval = f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
+        over = f"over {mean.every:,} steps, with the work of some of them only"
+        yield "mean", f"{milliseconds(mean.iteration_seconds)}  {interval} {over}"
     if rate is not None:
         several = prediction.gpus > 1
         found = [f"{number_text(rate.samples_per_second)} samples/s"]

@@ -10,7 +10,7 @@ from costmodel.machines.cluster import Cluster, load_cluster, load_gpu, single_g
 from costmodel.machines.machine_records import Machine
 from e2e.capture.models.stacks import stack_of
 from e2e.explain.more_passes import with_more_passes
-from e2e.explain.prediction import throughput_of
+from e2e.explain.prediction import RareWork, mean_step, throughput_of
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict_graph
 from e2e.explain.utilisation import utilisation_of
 from e2e.price.host_overheads import load_overheads
@@ -82,6 +82,8 @@ class PreparedStep:
     # The step with one pass of accumulated gradients fewer, and how many more than in this one there are.
     fewer: PreparedStep | None = None
     more_passes: int = 0
+    # Work of the program in some steps only.
+    rare: Sequence[RareWork] = ()
     # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
     # are the same.
     balanced: ExecutionGraph | None = None
@@ -149,10 +151,14 @@ def run_step(step: PreparedStep) -> PredictionResult:
     if step.balanced is not None:
         used = utilisation_of(step.balanced, step.setting.machine, found.prediction.iteration_seconds)
         found = replace(found, prediction=replace(found.prediction, utilisation=used))
-    if step.batch is None:
-        return found
     old, batch = found.prediction, step.batch
-    rate = throughput_of(batch.samples, batch.sequence_length, old.iteration_seconds, old.gpus, batch.made_of)
+    mean = mean_step(old.iteration_seconds, old.interval_seconds, step.rare)
+    found = replace(found, prediction=replace(old, mean=mean))
+    if batch is None:
+        return found
+    old = found.prediction
+    seconds = old.iteration_seconds if mean is None else mean.iteration_seconds
+    rate = throughput_of(batch.samples, batch.sequence_length, seconds, old.gpus, batch.made_of)
     rate = replace(rate, batch_size=batch.batch_size)
     return replace(found, prediction=replace(old, throughput=rate))
 

@@ -15,6 +15,7 @@ from e2e.capture.launcher import Launch, parse_command
 from e2e.capture.program import Evaluation
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
+from e2e.explain.prediction import Prediction, RareWork
 from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, run_step, step_options
 from e2e.sources.requests import Program
 from e2e.sources.user_script import seen_gpu, step_of_ranks
@@ -50,21 +51,27 @@ def prepare(request: Program) -> PreparedStep:
         captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
     lowering = on_machine(replace(options, compile=compiled), machine, captured.switches)
     taken = {"--dtype": f"the program's own, {captured.switches.described}"}
-    apart = [_evaluation_told(request, captured, each, lowering, cluster) for each in evaluations]
+    found = [(each, _apart(request, captured, each, lowering, cluster)) for each in evaluations]
+    apart = [f"not in the step: {each.told}: {each.passes * once.iteration_seconds:.3g} s" for each, once in found]
+    rare = [
+        RareWork(each.every, once.iteration_seconds, once.interval_seconds, each.whole)
+        for each, once in found
+        if each.every
+    ]
     alone = (ALONE,) if gpus > 1 and not launch.launcher else ()
     if launch.launcher and launch.gpus is None and not request.gpus:
         alone = (f"{launch.launcher} does not say on how many GPUs: {gpus} taken; give --gpus",)
-    return step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
+    step = step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
+    return replace(step, rare=rare)
 
 
-def _evaluation_told(
+def _apart(
     request: Program, captured: DistributedCapture, evaluation: Evaluation, options: StepOptions, cluster: Cluster
-) -> str:
-    """Return a note of passes that are no part of the step, with their time."""
+) -> Prediction:
+    """Predict one pass that is no part of the step, or a step that does more."""
     rank = evaluation.trace.rank
     once = replace(captured, traces=(evaluation.trace,), multiplicity={rank: cluster.gpus}, samples=None)
-    seconds = run_step(step_of_ranks(request, once, options, cluster, taken={})).prediction.iteration_seconds
-    return f"not in the step: {evaluation.told}: {evaluation.passes * seconds:.3g} s"
+    return run_step(step_of_ranks(request, once, options, cluster, taken={})).prediction
 
 
 def _size(request: Program, launch: Launch) -> tuple[int, int]:

@@ -245,7 +245,8 @@ def test_a_step_has_steps_of_all_optimizers(folder: Path) -> None:
 
 
 def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
-    (folder / "penalty.py").write_text(LOOPS["penalty"], encoding="utf-8")
+    text = LOOPS["penalty"].replace("number % 16 == 0", "not number")  # which does not say when it comes again
+    (folder / "penalty.py").write_text(text, encoding="utf-8")
     found = run(folder, "python penalty.py")
     (line,) = [line for line in found.notes if "of SGD" in line]
     assert line.endswith(
@@ -253,8 +254,45 @@ def test_work_that_is_not_in_every_step_is_named(folder: Path) -> None:
     )
     (apart,) = [line for line in found.notes if "not in the step" in line]
     said, _, seconds = apart.rpartition(": ")
-    assert said == "not in the step: a step with 2 backward passes, as a whole"
+    assert said == "not in the step: a step with 2 backward passes, as a whole" and found.mean is None
     assert float(seconds.removesuffix(" s")) > 1.2 * found.iteration_seconds
+
+
+GUARDED = """
+    for every in 1, 16:
+        if number % every != 0:
+            continue
+        model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+"""
+NAMED = """
+    penalised = number % 16 == 0
+    inputs = torch.randn(8, 64, device="cuda", requires_grad=True)
+    loss = model(inputs).square().mean()
+    if penalised:
+        slope, = torch.autograd.grad(loss, inputs, create_graph=True)
+        loss = loss + slope.square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("loop", "whole"), [(None, True), (NAMED, True), (GUARDED, False)])
+def test_work_of_every_sixteenth_step_is_in_the_mean(folder: Path, loop: str | None, whole: bool) -> None:
+    text = LOOPS["penalty"]
+    text = text if loop is None else text[: text.index("\n    model(")] + loop
+    (folder / "penalty.py").write_text(text, encoding="utf-8")
+    found = run(folder, "python penalty.py")
+    (apart,) = [line for line in found.notes if "not in the step" in line]
+    said, _, seconds = apart.rpartition(": ")
+    place = "a whole step with more work" if whole else "besides the step"
+    assert said == f"not in the step: every 16 steps, {place}" and found.mean is not None
+    usual, rare = found.iteration_seconds, float(seconds.removesuffix(" s"))
+    assert found.mean.every == 16 and rare > (usual if whole else 0)
+    assert found.mean.iteration_seconds == pytest.approx(usual + (rare - usual * whole) / 16, rel=1e-3)
+    assert found.mean.interval_seconds[0] < found.mean.iteration_seconds < found.mean.interval_seconds[1]
+    assert found.throughput.samples_per_second == pytest.approx(8 / found.mean.iteration_seconds)
+    assert not any("left out" in line for line in found.notes)
 
 
 def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> None:
