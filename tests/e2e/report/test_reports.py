@@ -28,8 +28,8 @@ OF_ONE = {
     "operators", "warnings", "notes",
 }  # fmt: skip
 OF_BOTH = {
-    "other_seconds", "memory_shortage", "asked", "board", "throughput", "utilisation", "energy", "cost", "advice",
-    "what_if", "ranges", "cuda_graph", "memory_room_bytes", "memory_verdict",
+    "other_seconds", "memory_shortage", "asked", "board", "throughput", "mean", "utilisation", "energy", "cost",
+    "advice", "what_if", "ranges", "cuda_graph", "memory_room_bytes", "memory_verdict",
 }  # fmt: skip
 OF_SEVERAL = {"cluster", "gpus", "nodes", "critical_path_seconds", "attribution", "ranks", "collectives", "stragglers"}
 
