@@ -204,9 +204,14 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
 
 
 def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[str, Adaptation]:
-    """Adaptations to measurements of ``machine`` itself, by family and dtype; may be empty."""
-    known, name = all_fitted(directory), known_as(machine)
-    return known[name].adaptations if name in known else {}
+    """Adaptations to measurements of ``machine`` itself, or of one that differs only in memory capacity and power
+    limit, by family and dtype; may be empty.
+    """
+    known, figures = all_fitted(directory), _figures(machine)
+    own = known.get(known_as(machine))
+    alike = (each for each in known.values() if figures and _figures(packaged_machine(each.machine)) == figures)
+    found = own or next(alike, None)
+    return found.adaptations if found else {}
 
 
 def own_directory() -> Path:

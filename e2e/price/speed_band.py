@@ -195,11 +195,11 @@ class SpeedBand:
 
     def slowdown_of(self, graph: ExecutionGraph) -> float:
         """Return the slowdown of the kernels of a priced ``graph``: at least half the band where products are in 16 or
-        8 bits, as in the fitted steps, and on a chip of those.
+        8 bits, as in the fitted steps. On chips of none of those convolutions do not count: their factors are inverted
+        from whole steps, which contain the loss.
         """
         gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
-        alone = 0.5 * self.width * narrow_share(graph) if self.errors.families else 0.0
-        return max(self.slowdown(gpus), alone)
+        return max(self.slowdown(gpus), 0.5 * self.width * narrow_share(graph, images=bool(self.errors.families)))
 
     def meant_for(self, machine: Machine, *, older_libraries: bool = False) -> SpeedBand:
         """Return this band for steps on ``machine``.
@@ -251,8 +251,10 @@ def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | N
     return None if band is None else band.meant_for(machine, older_libraries=older_libraries)
 
 
-def narrow_share(graph: ExecutionGraph) -> float:
-    """Return the share, by time, of products and attention in 16 or 8 bits among those of a priced ``graph``."""
+def narrow_share(graph: ExecutionGraph, images: bool = True) -> float:
+    """Return the share, by time, of products and attention in 16 or 8 bits among those of a priced ``graph``, and, with
+    ``images``, of convolutions.
+    """
     seconds = {True: 0.0, False: 0.0}
     for rank in graph.ranks:
         for task in rank.tasks:
@@ -260,7 +262,8 @@ def narrow_share(graph: ExecutionGraph) -> float:
                 product = next((each for each in part.operators if isinstance(each, _MULTIPLY)), None)
                 if product is not None and part.duration is not None:
                     narrow = "16" in product.dtype or "8" in product.dtype
-                    seconds[narrow] += part.duration.seconds
+                    counts = images or not isinstance(product, Conv2d)
+                    seconds[narrow and counts] += part.duration.seconds
     return seconds[True] / (sum(seconds.values()) or 1.0)
 
 

@@ -80,3 +80,9 @@ def _known(name: str) -> float:
     """Level of the family that the shipped model of the GPU has already."""
     known = adaptations_for(load_machine(MACHINE)).get(name)
     return 0.0 if known is None else float(known.weights[0])
+
+
+def test_cards_with_more_memory_are_as_those_that_were_measured():
+    measured, larger = (load_machine(f"v100-sxm2-{size}gb") for size in (16, 32))
+    assert adaptations_for(larger) == adaptations_for(measured) != {}
+    assert not adaptations_for(load_machine("v100-pcie-32gb"))

@@ -12,6 +12,7 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
+from costmodel.operators.layers import Conv2d
 from e2e.explain.predictor import predict_graph
 from e2e.price.speed_band import (
     SPEED_BAND,
@@ -75,8 +76,20 @@ def test_a_gpu_alone_loses_half_the_band_of_its_narrow_products(dtype, share):
     graph = replace(graph, ranks=(replace(rank, tasks=(replace(rank.tasks[0], operators=(product,)),)),))
     assert narrow_share(graph) == share
     assert asked(graph).iteration_seconds == pytest.approx(8.0 * (1 + 0.05 * share))
-    other = replace(BAND, errors=replace(BAND.errors, families=()))  # another chip than those of the fitted steps
-    assert asked(graph, band=other).iteration_seconds == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(("fitted", "images"), [(True, 1.0), (False, 0.5)])
+def test_convolutions_on_other_chips_than_those_of_the_fitted_steps_do_not_count(fitted: bool, images: float):
+    drawing = Drawing()
+    for name in ("gemm", "convolution"):
+        drawing.kernel(name, 8.0, launch=0.0)
+    graph = together(drawing)
+    (rank,) = graph.ranks
+    work = Gemm(1, 64, 64, 64, "float16"), Conv2d(1, 64, 8, 8, 64, (1, 1), dtype="float16")
+    tasks = tuple(replace(task, operators=(each,)) for task, each in zip(rank.tasks, work, strict=True))
+    band = BAND if fitted else replace(BAND, errors=replace(BAND.errors, families=()))
+    priced = replace(graph, ranks=(replace(rank, tasks=tasks),))
+    assert asked(priced, band=band).iteration_seconds == pytest.approx(16.0 * (1 + 0.05 * images))
 
 
 def test_one_gpu_waits_for_nobody():
