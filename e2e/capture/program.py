@@ -48,6 +48,7 @@ from e2e.capture.environment import DEFAULT_STREAM
 from e2e.capture.evaluation import EvaluationPasses, PassGroup, named_generation
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
+from e2e.capture.missing.loaders import LoadedBatches, Loading
 from e2e.capture.missing.program_needs import needs_met, told_missing
 from e2e.capture.periods import Differentiations
 from e2e.capture.recorder import RecordedStep, Recorder
@@ -102,6 +103,8 @@ class FoundStep:
     evaluations: tuple[Evaluation, ...] = ()
     # It was taken of several that differ by their data.
     drawn: bool = False
+    # Work of the loaders' workers, beside the last of the steps.
+    loading: tuple[Loading, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,9 @@ class StepFinder:
     )
     _groups: Sequence[PassGroup] = ()
     differentiations: Differentiations = field(default_factory=Differentiations)
+    # Batches of data loaders, and the work of their workers in the last step.
+    batches: LoadedBatches = field(default_factory=LoadedBatches)
+    loading: tuple[Loading, ...] = ()
 
     def __post_init__(self) -> None:
         self.passes = EvaluationPasses(self.recorder)
@@ -277,7 +283,7 @@ class StepFinder:
         whole = self.whole = self.accumulated.is_whole()
         repeated = self.accumulated.end_step()
         step = self.step = replace(self.recorder.cut(), repeated=repeated)
-        self.periods = self.differentiations.taken()
+        self.loading, self.periods = self.batches.end_step(), self.differentiations.taken()
         if max(self.periods, default=1) > 1:
             self.periodic[self.periods] = step
         self._groups = self.passes.taken()
@@ -437,7 +443,8 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
             trace, frozenset(recorder.communication.peers), (), _samples(step), switches=tf32_switches()
         )
         files.undo()
-        answer(FoundStep(rank, job.mailbox, told, tuple(notes), tuple(evaluations(trace)), finder.drawn))
+        apart = tuple(evaluations(trace))
+        answer(FoundStep(rank, job.mailbox, told, tuple(notes), apart, finder.drawn, finder.loading))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():
@@ -459,7 +466,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(silent_loggers())
         local = min(place.gpus_per_node, place.world_size)
         stack.enter_context(driver_tools(job.options.seen_gpu, local, scratch))
-        hub = stack.enter_context(needs_met(job.made_up, scratch, note))
+        hub = stack.enter_context(needs_met(job.made_up, scratch, note, finder.batches))
         stack.enter_context(cuda_packages(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))

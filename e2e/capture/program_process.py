@@ -22,6 +22,7 @@ from e2e.capture.distributed.distributed_capture import CapturedRank, Distribute
 from e2e.capture.distributed.rank_work import RankWork, work_of
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch
+from e2e.capture.missing.loaders import Loading
 from e2e.capture.program import Evaluation, FoundStep, ProgramJob, WaitingRank, end_started
 from e2e.step.options import StepOptions
 
@@ -100,6 +101,10 @@ class ProgramRanks:
     def evaluations(self, capture: DistributedCapture) -> tuple[Evaluation, ...]:
         """Return the passes of the first captured rank that are no part of its step."""
         return self.found[capture.traces[0].rank].evaluations
+
+    def loading(self, capture: DistributedCapture) -> tuple[Loading, ...]:
+        """Return what data loaders do beside a step of the first captured rank."""
+        return self.found[capture.traces[0].rank].loading
 
     def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature | None:
         """Return None: the work of a rank is known when it has been done."""

@@ -20,6 +20,7 @@ from e2e.step.option_fields import Options
 from e2e.step.options import NO_TF32, ClusterOptions, StepOptions, Tf32Switches, check_units
 
 if TYPE_CHECKING:
+    from e2e.capture.missing.loaders import Loading
     from e2e.price.speed_band import SpeedBand
     from e2e.whatif.speeds import SpeedChange
     from e2e.whatif.traced_rank import TracedRank
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Tolerance of a replay, which has every duration as recorded; a larger error is due to a misinterpreted wait.
 REPLAY_ERROR = 0.03
+# Share of a step from which on the loading of its data is told: other machines' cores may be half as fast.
+LOADING_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ class PreparedStep:
     # The step with one pass of accumulated gradients fewer, and how many more than in this one there are.
     fewer: PreparedStep | None = None
     more_passes: int = 0
-    # Work of the program in some steps only.
+    # Work of the program in some steps only, and of the workers of its data loaders beside every step.
     rare: Sequence[RareWork] = ()
+    loading: Sequence[Loading] = ()
     # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
     # are the same.
     balanced: ExecutionGraph | None = None
@@ -153,7 +157,7 @@ def run_step(step: PreparedStep) -> PredictionResult:
         found = replace(found, prediction=replace(found.prediction, utilisation=used))
     old, batch = found.prediction, step.batch
     mean = mean_step(old.iteration_seconds, old.interval_seconds, step.rare)
-    found = replace(found, prediction=replace(old, mean=mean))
+    found = _beside_loading(replace(found, prediction=replace(old, mean=mean)), step.loading)
     if batch is None:
         return found
     old = found.prediction
@@ -172,6 +176,18 @@ def with_remarks(
     old = answer.prediction
     new = replace(old, warnings=[*old.warnings, *warnings], notes=(*old.notes, *notes))
     return replace(answer, prediction=new)
+
+
+def _beside_loading(found: PredictionResult, loading: Sequence[Loading]) -> PredictionResult:
+    """Add a warning if workers need so long for the data of a step that it may wait for them."""
+    slowest = max(loading, key=lambda each: each.seconds, default=None)
+    if slowest is None or slowest.seconds < LOADING_SHARE * found.prediction.iteration_seconds:
+        return found
+    line = (
+        f"a data loader takes {slowest.seconds * 1e3:,.3g} ms a step, {slowest.core_seconds * 1e3:,.3g} ms of a core "
+        f"of this machine by {slowest.workers} workers: the step may wait for it, which is not in its time"
+    )
+    return with_remarks(found, warnings=[line])
 
 
 def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResult:

@@ -12,6 +12,7 @@ from costmodel.machines.cluster import Cluster
 from costmodel.operators.experts import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_job
 from e2e.capture.launcher import Launch, parse_command
+from e2e.capture.missing.loaders import Loading
 from e2e.capture.program import Evaluation
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
@@ -39,13 +40,13 @@ def prepare(request: Program) -> PreparedStep:
     machine = cluster.machine
     options = step_options(request, attention="flash", seen_gpu=seen_gpu(machine))
 
-    def capture() -> tuple[DistributedCapture, tuple[str, ...], tuple[Evaluation, ...]]:
+    def capture() -> tuple[DistributedCapture, tuple[str, ...], tuple[Evaluation, ...], tuple[Loading, ...]]:
         ranks = ProgramRanks(launch, options, folder, request.data == "synthetic")
         with closing(ranks):
             found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
-        return found, ranks.told(found), ranks.evaluations(found)
+        return found, ranks.told(found), ranks.evaluations(found), ranks.loading(found)
 
-    captured, told, evaluations = kept(_key(request, options, gpus), capture)
+    captured, told, evaluations, loading = kept(_key(request, options, gpus), capture)
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
     if options.compile:  # all of it, whatever the program compiles itself
         captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))
@@ -62,7 +63,7 @@ def prepare(request: Program) -> PreparedStep:
     if launch.launcher and launch.gpus is None and not request.gpus:
         alone = (f"{launch.launcher} does not say on how many GPUs: {gpus} taken; give --gpus",)
     step = step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
-    return replace(step, rare=rare)
+    return replace(step, rare=rare, loading=loading)
 
 
 def _apart(

@@ -16,7 +16,7 @@ from e2e.capture.missing.coco import made_up_annotations
 from e2e.capture.missing.hub import Hub, offline_hub
 from e2e.capture.missing.hub_datasets import made_up_datasets
 from e2e.capture.missing.images import libraries_for_cuda, made_up_images
-from e2e.capture.missing.loaders import loaders_without_workers
+from e2e.capture.missing.loaders import LoadedBatches, loaders_without_workers
 from e2e.capture.missing.shards import made_up_shards
 from e2e.capture.missing.sounds import made_up_sounds
 from e2e.capture.missing.tokenizers import made_up_tokenizers
@@ -27,13 +27,14 @@ from e2e.capture.written_files import MOST_WRITTEN
 
 
 @contextmanager
-def needs_met(made_up: bool, folder: Path, note: Note) -> Iterator[Hub]:
+def needs_met(made_up: bool, folder: Path, note: Note, batches: LoadedBatches) -> Iterator[Hub]:
     """Context in which weights are not read, and data and tokenizers that are not here are made up if that was asked
-    for (``made_up``). ``folder``: place for files.
+    for (``made_up``). ``folder``: place for files; ``batches``: collector of what loaders make.
     """
     hub = Hub(folder / "hub", made_up)
     with ExitStack() as stack:
-        for each in (offline_hub(hub), libraries_for_cuda(), loaders_without_workers(), weights_not_read(hub, note)):
+        loading = loaders_without_workers(batches)
+        for each in (offline_hub(hub), libraries_for_cuda(), loading, weights_not_read(hub, note)):
             stack.enter_context(each)
         stack.enter_context(made_up_datasets(made_up, note))
         if made_up:

@@ -22,7 +22,7 @@ from e2e.capture.missing import hub_datasets
 from e2e.capture.missing.coco import made_up_annotations
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.images import made_up_images, name_of_image, size_of_image
-from e2e.capture.missing.loaders import loaders_without_workers
+from e2e.capture.missing.loaders import LoadedBatches, loaders_without_workers
 from e2e.capture.missing.program_needs import told_missing
 from e2e.capture.missing.sounds import Sound, made_up_sounds
 from e2e.capture.missing.tokenizers import Encoding, write_tokenizer
@@ -322,13 +322,16 @@ def test_loaders_with_workers_start_none() -> None:
             yield from range(told.id, 4, told.num_workers)
 
     seen: list[int] = []
-    with loaders_without_workers():
+    batches = LoadedBatches()
+    with loaders_without_workers(batches):
         loader = torch.utils.data.DataLoader(
             Parts(), 2, num_workers=3, worker_init_fn=seen.append, persistent_workers=True, timeout=9
         )
         for _ in range(2):
             assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
     assert seen == [0] and loader.num_workers == 3 and torch.utils.data.get_worker_info() is None
+    (loading,) = batches.end_step()
+    assert loading.workers == 3 and loading.core_seconds == 3 * loading.seconds > 0 and not batches.end_step()
 
 
 def test_a_missing_folder_of_images_has_some(tmp_path: Path) -> None:

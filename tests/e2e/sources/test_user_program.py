@@ -295,6 +295,40 @@ def test_work_of_every_sixteenth_step_is_in_the_mean(folder: Path, loop: str | N
     assert not any("left out" in line for line in found.notes)
 
 
+SLOW = """
+import sys
+import time
+
+import torch
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4_000
+
+    def __getitem__(self, place):
+        end = time.thread_time() + 2e-3
+        while time.thread_time() < end:
+            pass
+        return torch.ones(64)
+
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.utils.data.DataLoader(Slow(), 8, num_workers=int(sys.argv[1])):
+    model(batch.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_step_that_may_wait_for_its_data_is_told(folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW, encoding="utf-8")
+    (line,) = [line for line in run(folder, "python slow.py 2").warnings if "data loader" in line]
+    found = re.match(r"a data loader takes ([0-9.]+) ms a step, ([0-9.]+) ms of a core .* by 2 workers", line)
+    assert found and 2 * float(found[1]) == pytest.approx(float(found[2]), rel=0.01) and 16 <= float(found[2]) < 32
+    assert not any("data loader" in line for line in run(folder, "python slow.py 1000").warnings)
+
+
 def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> None:
     (folder / "lengths.py").write_text(LOOPS["lengths"], encoding="utf-8")
     found = run(folder, "python lengths.py")
