@@ -46,9 +46,8 @@ class Differentiations:
 
             return call
 
-        names = ("backward", "grad")
-        patches = {name: noted(getattr(torch.autograd, name)) for name in names}
-        with patch.multiple(torch.autograd, **patches):
+        backward, grad = (noted(each) for each in (torch.autograd.backward, torch.autograd.grad))
+        with patch.object(torch.autograd, "backward", backward), patch.object(torch.autograd, "grad", grad):
             yield
 
 
