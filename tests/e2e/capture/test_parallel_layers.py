@@ -121,6 +121,8 @@ def test_casts_are_gathered_in_8_bits_and_weights_are_cast_once_a_step(tmp_path)
     assert [each.accumulates for each in records(rank, ScaledGemm)] == 2 * ["", "", "float32"]
     casts = [each for each in records(rank, ScaledCast) if each.outputs and each.rows == OUTER // 2]
     assert len(casts) == 1
+    # Inputs and gradients are written twice, for products along both of their sides.
+    assert {each.outputs for each in records(rank, ScaledCast) if each.outputs} == {2}
 
 
 RING = """
