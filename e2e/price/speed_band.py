@@ -121,9 +121,11 @@ EIGHT_BITS, EXPERTS = 0.33, 0.63
 _EXPERTS = ("GroupedGemm", "all_to_all")
 # The same of a step whose multiplications are convolutions. Of the first answers to 41 published image steps
 # (docs/programs.md) two thirds were inside the interval of their kernels alone; with this residual 82 % of all 62 first
-# answers are.
+# answers were.
 CONVOLUTIONS = 0.20
 _CONVOLUTIONS = ("Conv2d", "ConvolutionBackward")
+# The fraction of the errors of convolutions that remains beside it: layers of a network err each by itself.
+OF_CONVOLUTIONS = 0.3
 _ANY_PRODUCTS = ("Gemm", "Attention", "ScaledGemm", "GroupedGemm")
 
 
@@ -140,6 +142,8 @@ class StepErrors:
 
     def share(self, family: str) -> float:
         """Return the fraction of the errors of ``family``'s kernels that remains in a step."""
+        if family in _CONVOLUTIONS:
+            return OF_CONVOLUTIONS
         return self.kept if family in self.families else 1.0
 
     def in_step(self, taken: Mapping[str, float], seconds: float) -> StepErrors:
