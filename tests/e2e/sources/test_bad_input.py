@@ -154,21 +154,3 @@ def test_every_built_in_model_is_listed_for_people():
 
 def test_a_script_that_returns_something_else(script):
     assert "must return (module, step), got int" in the_line(predict("--script", f"{script}:other", "--gpu", "t4"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"schema": "1.0.1", "nodes": [{"id": 1, "na', "truncated"),
-        ('{"traceEvents": [{"ph": "X"}]}', "a profiler (Kineto) trace"),
-        ('{"model_type": "gpt2"}', "not an execution trace"),
-        ("[1, 2]", "not a trace"),
-        ("", "truncated"),
-        ('{"schema": "7.1", "nodes": []}', "schema '7.1' is not known"),
-        ('{"schema": "1.0.1", "nodes": [{"id": 1}]}', "node 1 is not of an execution trace"),
-    ],
-)
-def test_truncated_and_foreign_json(content, message, tmp_path):
-    path = tmp_path / "trace.json"
-    path.write_text(content)
-    assert message in the_line(predict("--trace", path, "--gpu", "t4"))

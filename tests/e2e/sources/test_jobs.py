@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.sources.predict_request import predict_request
 from e2e.sources.requests import request_of
 from e2e.traces.recorded_run import expand_files, read_recorded_run
-from lab.validate.sections import Asked, run_sections
-from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
+from tests.e2e.recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 SIZED = """
 import torch
@@ -197,18 +195,6 @@ def test_a_real_trace_of_one_rank_stands_for_all_of_its_job():
 def test_a_wrong_gpu_of_recorded_ranks_is_refused():
     done = CliRunner().invoke(app, ["predict", "--kineto", str(recorded(DLRM)), "--gpu", "h100-sxm"])
     assert done.exit_code == 2 and "recorded on Tesla V100-SXM2-32GB; --retarget h100-sxm moves it there" in done.stderr
-
-
-@pytest.mark.thorough
-def test_validate_has_a_section_for_recorded_ranks():
-    recorded(DLRM), recorded(DLRM_ET)
-    sections = run_sections(Asked(DATA.parent, "dlrm-8"))
-    assert "replay" in sections and not {"models", "training", "vtrain", "vision"} & set(sections)
-    record = sections["replay"].record()
-    assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
-    sections["replay"].render()
-    with pytest.raises(InputError, match="nothing: not known; choose of training, memory, models, replay"):
-        run_sections(Asked(DATA.parent), names=["nothing"])
 
 
 def test_a_pipeline_of_a_built_in_model_has_bubbles():

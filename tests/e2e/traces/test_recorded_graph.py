@@ -14,13 +14,12 @@ from costmodel.base.errors import InputError
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
 from e2e.traces.execution_trace import read_execution_trace
-from e2e.traces.json_stream import archive_members
 from e2e.traces.kineto import read_kineto
 from e2e.traces.launches import device_works
 from e2e.traces.linked_trace import link
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.step_window import iterations
-from tests.e2e.recorded_traces import AUTOGRAD, DLRM, LINEAR, LINEAR_ET, RESNET_A100, RESNET_V100, Profile, recorded
+from tests.e2e.recorded_traces import AUTOGRAD, LINEAR, LINEAR_ET, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6
 
@@ -449,16 +448,6 @@ def test_real_event_synchronisation_is_told_by_the_profiler() -> None:
     actions = list(recorded_graph(read_kineto(recorded(name))).graph.ranks[0].actions())
     assert [action.stream for action in actions if isinstance(action, StreamWait)] == [24]
     assert [action.stream for action in actions if isinstance(action, RecordEvent)] == [20]
-
-
-def test_all_real_dlrm_ranks_meet_in_their_collectives() -> None:
-    archive = recorded(DLRM)
-    step = recorded_ranks([read_kineto(archive / member) for member in archive_members(archive)])
-    check_conserved(step)
-    for graph in step.graph.ranks:
-        kinds = [task.collective.kind for task in graph.tasks if task.collective]
-        assert kinds == ["all_to_all"] * 4 + ["all_reduce", "all_to_all", "all_reduce", "all_reduce"]
-    assert simulate(step.graph, step.starts).step_seconds == pytest.approx(step.span_seconds, rel=0.05)
 
 
 def test_real_linked_tasks_carry_the_calls_of_the_execution_trace() -> None:

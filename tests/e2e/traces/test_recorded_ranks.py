@@ -135,15 +135,6 @@ def test_ranks_of_traces_may_differ_in_speed(tmp_path):
     assert first != pytest.approx(second, rel=1e-3)
 
 
-def test_the_eight_real_ranks_are_predicted_from_their_traces():
-    """A rank's kernels took 1.0 to 1.25 ms as recorded (see the profiles of the same job)."""
-    record = predicted("--trace", recorded(DLRM_ET), gpu="v100-sxm2-32gb")
-    assert [each["rank"] for each in record["ranks"]] == list(range(8))
-    assert all(each["multiplicity"] == 1 for each in record["ranks"])
-    assert len(record["collectives"]) == 8
-    assert all(0.9e-3 < each["compute_seconds"] < 1.4e-3 for each in record["ranks"])
-
-
 def test_the_eight_ranks_of_dlrm_meet_in_eight_collectives():
     folder = recorded(DLRM_ET) / "dlrm_pytorch_et"
     traces = [read_execution_trace(folder / f"dlrm_eg_{number}.json") for number in range(8)]

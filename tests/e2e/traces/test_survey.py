@@ -12,8 +12,6 @@ import pytest
 
 from e2e.traces.execution_trace import read_execution_trace
 from e2e.traces.step_window import last_step, read_last_step
-from tests.case_lists import one_in
-from tests.e2e.recorded_traces import recorded
 
 WEIGHT = [1, 2, 0, 32, 4, "cuda:0"]
 
@@ -56,26 +54,6 @@ def test_the_last_step_alone_is_kept(tmp_path):
     found = read_last_step(recording(tmp_path / "et.json", 3, 4))
     assert len(found.calls) == 9
     assert found.calls[0].attributes["annotations"][-1] == "ProfilerStep#7"
-
-
-@pytest.mark.parametrize(
-    "name",
-    one_in(
-        3,
-        [
-            "linear_2080Ti/linear_et.json.gz",
-            "execution_traces/resnet_1gpu_et.json.tar.gz",
-            "execution_traces/1.0.3-chakra.0.0.4/resnet_1gpu_et.json.gz",
-            "execution_traces/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz",
-            "execution_traces/hf_GPT2_et.json.tar.gz",
-            "execution_traces/pt2_et.json.tar.gz",
-            "dlrm_8xV100/dlrm_pytorch_et.tar.gz/dlrm_pytorch_et/dlrm_eg_0.json",
-        ],
-    ),
-)
-def test_real_recordings(name):
-    path = recorded(name)
-    assert read_last_step(path) == last_step(read_execution_trace(path))
 
 
 @pytest.mark.thorough

@@ -18,11 +18,11 @@ from e2e.sources.recorded_job import prepare_recording
 from e2e.sources.requests import Recording
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
 from e2e.traces.kineto import read_kineto
-from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
+from e2e.traces.recorded_graph import recorded_graph
 from e2e.traces.recorded_run import expand_files, machine_of_gpu, read_recorded_run
 from e2e.traces.step_window import iterations
 from lab.validate.recorded_jobs import replay, replay_public
-from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, Profile, recorded
+from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR_ET, Profile, recorded
 
 
 def profile(rank: int, begin: float, wait: float, world: int = 2) -> Profile:
@@ -225,9 +225,3 @@ def test_real_dlrm_ranks_are_linked_and_replayed():
     # Kernels last up to 7.6 ms, nearly all of it waiting for the rank that comes last.
     first = result.collectives[0]
     assert first.transfer_seconds < 50e-6 and first.longest_wait_seconds > 7e-3
-
-
-def test_real_single_rank_pairs_link():
-    run = read_recorded_run([recorded(LINEAR)], [recorded(LINEAR_ET)])
-    assert run.links[0].linked_operators == run.links[0].total_operators
-    assert recorded_ranks(run.profiles, links=run.links).graph.ranks[0].tasks
