@@ -16,6 +16,7 @@ from tests.web_pages import read_page
 pytest.importorskip("torch")
 
 from e2e.commands.cli import app
+from e2e.explain.critical_path import HOST_KINDS
 from e2e.explain.predictor import PredictionResult
 from e2e.report.html_report import render_page
 from e2e.report.text_report import render
@@ -130,6 +131,20 @@ def check(result: PredictionResult) -> None:
     assert min(phases) > 0 and sum(phases) + prediction.other_seconds == window
     assert prediction.gpu_active_seconds + prediction.gpu_idle_seconds == window
     assert sum(prediction.coverage.values()) == pytest.approx(1)
+    host = sum(seconds for kind, seconds in prediction.attribution.items() if kind in HOST_KINDS)
+    assert prediction.host_bound_fraction * prediction.critical_path_seconds == pytest.approx(host)
+    by_operator, *by = (sum(prediction.breakdown[way].values()) for way in ("by_operator", "by_bound", "by_kind"))
+    assert by == pytest.approx([by_operator] * 2)
+    for name in ("kernels", "operators"):
+        assert sum(getattr(rank, name) for rank in prediction.ranks) == getattr(prediction, name)
+    used, rate = prediction.utilisation, prediction.throughput
+    if used is not None and len(used.peak_flops_per_second) == 1:
+        (peak,) = used.peak_flops_per_second.values()
+        possible = peak * prediction.gpus * prediction.iteration_seconds
+        assert (used.mfu * possible, used.hfu * possible) == pytest.approx((used.model_flops, used.executed_flops))
+    if rate is not None and rate.sequence_length is not None:
+        tokens = rate.samples * rate.sequence_length
+        assert rate.tokens_per_second * prediction.iteration_seconds == pytest.approx(tokens)
     assert prediction.fits is True and prediction.peak_memory_bytes == max(
         rank.peak_memory_bytes or 0 for rank in prediction.ranks
     )
