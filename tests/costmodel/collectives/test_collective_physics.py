@@ -143,42 +143,6 @@ def full(name: str, nodes: int) -> Cluster:
 SIZES = st.floats(0, 34).map(lambda power: 2.0**power)
 
 
-@st.composite
-def placed(draw):
-    """A cluster of any kind, and a transfer that fits it."""
-    name = draw(st.sampled_from(CLUSTERS))
-    nodes = draw(st.sampled_from([1, 2, 4, 32]))
-    cluster = full(name, nodes)
-    local = draw(st.integers(1 if nodes > 1 else 2, cluster.gpus_per_node))
-    kind = draw(st.sampled_from(COLLECTIVE_KINDS))
-    return cluster, CollectiveTransfer(kind, draw(SIZES), local * nodes, nodes, sharing=draw(st.integers(1, 4)))
-
-
-@settings(max_examples=150, deadline=None)
-@given(placed(), st.floats(1, 64))
-def test_more_bytes_never_take_less_time(pair, factor):
-    cluster, transfer = pair
-    larger = dataclasses.replace(transfer, size_bytes=transfer.size_bytes * factor)
-    assert analyse(larger, cluster).seconds >= analyse(transfer, cluster).seconds * (1 - 1e-12)
-    assert analyse(larger, cluster).ideal_seconds >= analyse(transfer, cluster).ideal_seconds * (1 - 1e-12)
-
-
-@settings(max_examples=150, deadline=None)
-@given(placed())
-def test_continuous_in_the_size(pair):
-    cluster, transfer = pair
-    near = dataclasses.replace(transfer, size_bytes=transfer.size_bytes * (1 + 1e-6))
-    assert analyse(near, cluster).seconds == pytest.approx(analyse(transfer, cluster).seconds, rel=1e-5)
-
-
-@settings(max_examples=150, deadline=None)
-@given(placed())
-def test_sharing_never_helps(pair):
-    cluster, transfer = pair
-    crowded = dataclasses.replace(transfer, sharing=transfer.sharing + 1)
-    assert analyse(crowded, cluster).seconds >= analyse(transfer, cluster).seconds * (1 - 1e-12)
-
-
 # Of an all-to-all less stays inside a node when there are more: where PCIe is slower than the network, that is faster.
 SPREAD = [kind for kind in COLLECTIVE_KINDS if kind != "all_to_all"]
 

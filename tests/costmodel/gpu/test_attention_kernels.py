@@ -13,7 +13,6 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.attention import (
     FusedAttention,
     KernelPace,
-    attention_family,
     kernel_of,
     named_family,
     pace_of,
@@ -126,32 +125,6 @@ def test_compute_of_whole_waves_by_hand():
     score = 4 * 128 / (1e8 * 0.5) + 0.1 / 1e9
     compute = family.analyse([one], toy).terms["compute"][0]
     assert compute == pytest.approx(2 * 10 * 128 * 128 * score + 2 * 1000 / 1e9)
-
-
-def test_more_work_takes_longer_and_a_faster_chip_less():
-    machine = load_machine("h100-sxm")
-    for kernel in ("flash2", "flash3", "cudnn", "efficient", "math"):
-        for direction in ("forward", "backward"):
-            one = replace(BASE, kernel=kernel, direction=direction)
-            family = attention_family(one, machine)
-            more = [
-                replace(one, batch=4),
-                replace(one, heads=32, kv_heads=32),
-                replace(one, head_dim=256),
-                replace(one, query_length=8192, key_length=8192),
-            ]
-            base, *larger = family.analyse([one, *more], machine).seconds
-            assert (np.array(larger) > base).all(), (kernel, direction)
-            faster = {name: scaled(rate, 1.3) for name, rate in machine.compute.items()}
-            assert family.analyse([one], dataclasses.replace(machine, compute=faster)).seconds[0] < base
-            if kernel != "math":
-                assert family.analyse([replace(one, causal=False)], machine).seconds[0] > 1.5 * base
-                assert family.analyse([replace(one, window=512)], machine).seconds[0] < base
-
-
-def scaled(rate: ComputeRate, factor: float) -> ComputeRate:
-    burst = None if rate.burst is None else rate.burst * factor
-    return dataclasses.replace(rate, sustained=PerThreads(((1, rate.sustained.at(1) * factor),)), burst=burst)
 
 
 def test_a_sliding_window_is_not_priced_as_the_whole_triangle(tmp_path):

@@ -180,27 +180,6 @@ def test_another_table_never_makes_a_kernel_faster(tables, more, way):
     assert 0 < some <= all_ * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    table=lookups_of,
-    direction=st.sampled_from(["forward", "backward"]),
-    kernel=st.sampled_from(["embedding_bag", "table_batched"]),
-    machine=st.sampled_from(["v100-sxm2-32gb", "t4", "h200-sxm"]),
-)
-def test_estimates_are_finite_and_faster_memory_is_never_slower(table, direction, kernel, machine):
-    operator = EmbeddingLookup(
-        table.rows, table.dim, table.indices, table.bags, dtype=table.dtype, direction=direction,
-        statistics=table.statistics, kernel=kernel, whole_pass=True,
-    )  # fmt: skip
-    gpu = load_machine(machine)
-    estimate = gpu_cost_model(gpu).estimate([operator])[0]
-    assert 0 < estimate.lower <= estimate.seconds <= estimate.upper and estimate.source == "analytic"
-    dram = gpu.memory[-1]
-    faster = dataclasses.replace(dram, bandwidth=type(dram.bandwidth)(((1, 2 * dram.bandwidth.at(1)),)))
-    twice = LookupKernels().analyse([operator], dataclasses.replace(gpu, memory=(gpu.memory[0], faster)))
-    assert twice.seconds[0] <= estimate.breakdown["analytic_seconds"] * (1 + 1e-9)
-
-
 @pytest.mark.skipif(not (DATA / FILE).exists(), reason=f"{DATA / FILE} (public profiles) is absent")
 def test_kernels_of_the_recorded_run():
     """Forward from published latencies alone; backward with indices taken for even, which the run's are not."""

@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.gpu import gpu_cost_model
@@ -149,24 +147,6 @@ def test_many_tables_in_one_kernel_cost_the_sum_and_one_launch():
     assert found.at([4, 4]).forward.tolist() == [found.forward[4]] * 2 and found.at([4]).kernel([0]) == found.kernel(
         [4]
     )
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), batch=st.integers(1, 50_000))
-def test_more_samples_wider_rows_and_less_reuse_never_cost_less(seed, batch):
-    (each,) = random_tables(1, seed)
-    larger = [
-        dataclasses.replace(each, dim=2 * each.dim),
-        dataclasses.replace(each, pooling=2 * each.pooling),
-        dataclasses.replace(each, statistics=None),
-    ]
-    popular = dataclasses.replace(each, statistics=zipf(each.rows, 1.0))
-    found = table_seconds([each, *larger, popular], batch, A100)
-    twice = table_seconds([each], 2 * batch, A100)
-    for values in (found.forward, found.backward):
-        assert (values[1:3] >= values[0] * (1 - 1e-9)).all() and values[0] > 0
-        assert values[4] <= values[3] * (1 + 1e-6)
-    assert twice.forward[0] >= found.forward[0] and twice.backward[0] >= found.backward[0] * (1 - 1e-9)
 
 
 def test_no_tables_and_no_gpu():

@@ -81,14 +81,6 @@ def slower(machine: Machine, compute: float, l2: float, dram: float) -> Machine:
     return dataclasses.replace(machine, compute=rates, memory=levels)
 
 
-def with_fewer_multiprocessors(machine: Machine, share: float) -> Machine:
-    """``machine`` with a share of its multiprocessors, each as fast as before."""
-    chip = machine.chip()
-    count = max(1, round(chip.sm_count * share))
-    built = dataclasses.replace(machine, gpu=dataclasses.replace(chip, sm_count=count))
-    return slower(built, count / chip.sm_count, 1.0, 1.0)
-
-
 SHARES = st.floats(0.2, 1.0)
 
 
@@ -111,19 +103,3 @@ def test_the_parts_of_a_split_sum_are_added_by_a_kernel():
     machine = slower(load_machine("h100-sxm"), 0.5, 1.0, 1.0)
     (found,) = gpu_cost_model(machine).estimate([SPLIT_SUM])
     assert found.seconds > 2 * kernel_floor(machine)
-
-
-PRODUCTS = st.builds(Gemm, st.integers(1, 20), SIZES, SIZES, SIZES, DTYPES)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(MACHINES), PRODUCTS, SHARES)
-@example("h100-pcie", Gemm(1, 2817, 1025, 73, "float16"), 0.875)
-@example("h100-pcie", Gemm(1, 641, 2049, 233, "float16"), 0.875)
-def test_no_product_is_faster_on_fewer_multiprocessors(name, operator, share):
-    machine = load_machine(name)
-    before, after = (
-        gpu_cost_model(each).estimate([operator])[0] for each in (machine, with_fewer_multiprocessors(machine, share))
-    )
-    # What a lattice of a relative has between its points is moved as the points are, to some thousandths of the time.
-    assert after.seconds >= before.seconds * (1 - 3e-3)

@@ -29,18 +29,6 @@ def test_heads_fill_tiles_of_64_queries():
     assert tiled(replace(LATENT, batch=1, heads=16), "mla", 132, "hopper").splits == 64
 
 
-@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "a100-sxm-80gb", "l40s", "b200-sxm"])
-def test_longer_caches_cost_more_and_no_price_beats_the_memory(name):
-    machine = load_machine(name)
-    here, longer, more = gpu_cost_model(machine).estimate(
-        [LATENT, replace(LATENT, key_length=8192), replace(LATENT, heads=256)]
-    )
-    assert here.seconds < longer.seconds < 2.5 * here.seconds
-    assert here.seconds < more.seconds
-    assert here.lower <= here.seconds < here.upper
-    assert here.seconds > 0.9 * LATENT.read_bytes / machine.memory[-1].datasheet
-
-
 def test_eight_bits_are_faster_and_refused_where_nobody_measured_them():
     h100 = load_machine("h100-sxm")
     wide = replace(EIGHT, dtype="bfloat16", kernel="flash3", batch=256)

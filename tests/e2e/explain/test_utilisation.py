@@ -147,25 +147,6 @@ def test_a_captured_transformer_has_the_flops_of_the_closed_form():
         assert model == pytest.approx(expected, rel=1e-6)
 
 
-def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from e2e.parallelism.parallel_graph import build_parallel_graph
-    from e2e.parallelism.spec import parse_parallel
-
-    tokens, layers, width, words = 64, 12, 768, 50257
-    weights = layers * 12 * width**2 + words * width
-    forward_of_layers = 2 * tokens * layers * (24 * width**2 + 4 * tokens * width)
-    for recompute, again in (("none", 0), ("full", forward_of_layers)):
-        spec = parse_parallel(f"dp=2,recompute={recompute}")
-        found = utilisation_of(
-            build_parallel_graph("gpt2", spec, StepOptions(batch_size=1, sequence_length=tokens)).graph, H100, 1.0
-        )
-        # Two replicas, one sequence each.
-        assert found.model_flops == pytest.approx(2 * tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-6)
-        assert found.executed_flops - found.model_flops == pytest.approx(again, rel=1e-6)
-
-
 @pytest.mark.skipif(not (data_folder() / TRAINING_FILE).is_file(), reason="the table of training steps is not here")
 def test_published_mfu_is_met_by_the_count_of_flops(tmp_path):
     """One row of each source; ``python -m lab.bench.published_throughput mfu`` compares all."""

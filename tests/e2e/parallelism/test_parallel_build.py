@@ -115,11 +115,6 @@ def test_sequence_parallel_keeps_no_whole_activations(gpt: Path) -> None:
     assert kept(4) == pytest.approx(kept(2) / 2, rel=0.08)
 
 
-def test_three_products_of_one_input_gather_it_once(llama: Path) -> None:
-    found = Counter(collectives(spread(llama, "tp=2,sp=yes"), group="tp"))
-    assert found[("all_gather", ACTIVATIONS // 2)] == (4 + 2) * LAYERS + 2
-
-
 def test_the_gradient_of_an_input_is_computed_while_the_input_is_gathered_again(gpt: Path) -> None:
     """Of the products behind the gather the first does not wait for it, the next one does."""
     rank = spread(gpt, "tp=2,sp=yes").graph.ranks[0]
@@ -150,20 +145,6 @@ def test_recomputed_attention_communicates_no_more(gpt: Path, llama: Path, text:
         full = Counter(collectives(spread(model, f"{text},recompute=full"), group="tp"))
         again = 4 * LAYERS + 1 if "sp" in text else 2 * LAYERS
         assert sum(full.values()) == sum(plain.values()) + again
-
-
-def test_tensor_parallel_halves_products(gpt: Path) -> None:
-    def flops(built: ParallelGraph) -> int:
-        return sum(
-            operator.flops
-            for task in built.graph.ranks[0].tasks
-            for operator in task.operators
-            if type(operator).__name__ == "Gemm"
-        )
-
-    whole = flops(spread(gpt, "tp=1"))
-    assert flops(spread(gpt, "tp=2")) == whole // 2
-    assert flops(spread(gpt, "tp=4")) == whole // 4
 
 
 @pytest.mark.parametrize(
@@ -211,11 +192,6 @@ def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
     names = Counter(task.name for task in mixed.graph.ranks[0].tasks)
     assert names["aten::_foreach_copy_"] >= 1
     assert waits(half) == waits(mixed) + 1
-
-
-def test_grouped_queries_are_split_too(llama: Path) -> None:
-    found = Counter(collectives(spread(llama, "tp=2"), group="tp"))
-    assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
 
 
 def test_data_parallel_reduces_every_gradient_once(gpt: Path) -> None:
@@ -267,20 +243,6 @@ def test_groups_are_numbered_as_megatron_does(gpt: Path) -> None:
     assert groups["tp of rank 6"] == (6, 7)
     assert groups["data of stage 1"] == (6, 8, 10)
     assert groups["activations 0-1"] == (0, 6)
-
-
-def test_memory_falls_with_sharing(gpt: Path) -> None:
-    def peak(text: str) -> int:
-        """In use: what the allocator reserves of a model as small as this is its segments."""
-        usage = spread(gpt, text).memory[0]
-        return usage.peak_bytes - usage.breakdown["reserve"]
-
-    whole = peak("dp=1")
-    assert peak("tp=2") < whole and peak("fsdp=8") < whole and peak("pp=2") < whole
-    assert peak("recompute=full") < peak("recompute=selective") < whole
-    parameters = spread(gpt, "tp=1").memory[0].breakdown["parameters"]
-    exact = (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
-    assert exact <= parameters < 1.05 * exact  # in blocks of 512 bytes
 
 
 @pytest.mark.parametrize(
@@ -339,20 +301,6 @@ def test_compiled_layers_have_fewer_kernels_the_same_gradients_and_keep_less(lla
     assert sum(size for _, size in collectives(compiled)) == sum(size for _, size in collectives(plain))
     assert compiled.memory[0].breakdown["activations"] < plain.memory[0].breakdown["activations"]
     assert seconds_of(spread(llama, "dp=1", replace(STEP, compile=True))) < seconds_of(spread(llama, "dp=1"))
-
-
-def kept_and_seconds(model: Path, text: str, stack: str | None = None) -> tuple[int, float]:
-    """Of two micro-batches, so that activations count beside gradients."""
-    built = spread(model, f"micro-batches=2,{text}", replace(STEP, attention="flash", stack=stack))
-    return built.memory[0].breakdown["activations"], seconds_of(built)
-
-
-def test_what_is_recomputed_costs_time_and_saves_memory(llama: Path) -> None:
-    """Every second layer costs half of what all do; keeping products and attention lies between nothing and all."""
-    none, operators, full = (kept_and_seconds(llama, f"recompute={each}") for each in ("none", "operators", "full"))
-    half = kept_and_seconds(llama, "recompute=full,recompute-every=2")
-    assert full[0] < operators[0] < none[0] and none[1] < operators[1] < full[1]
-    assert half[1] - none[1] == pytest.approx((full[1] - none[1]) / 2, rel=0.01)
 
 
 def test_a_recomputed_layer_stops_where_nothing_more_is_needed(llama: Path) -> None:

@@ -212,19 +212,6 @@ def test_a_job_takes_as_long_and_is_known_as_well_by_its_script_as_by_its_sizes(
         assert one == pytest.approx(other, abs=0.015)
 
 
-def test_a_step_of_several_gpus_is_not_known_better_than_that_of_one(tmp_path: Path):
-    pytest.importorskip("transformers")
-    from e2e import predict as predicted
-
-    config = tmp_path / "model.json"
-    config.write_text(json.dumps({"model_type": "llama", **SIZES}))
-    sizes: dict[str, Any] = {"dtype": "bfloat16", "attention": "flash", "sequence_length": 1024, "batch_size": 8}
-    last = _width(predicted(model_config=config, gpu="h100-sxm", **sizes))
-    for gpus in (2, 4, 8):
-        found = _width(predicted(model_config=config, gpu="dgx-h100", gpus=gpus, parallel=f"dp={gpus}", **sizes))
-        assert all(wide > 0.95 * narrow for wide, narrow in zip(found, last, strict=True)), gpus
-
-
 def _width(prediction: Any) -> tuple[float, float]:
     low, high = prediction.interval_seconds
     return 1 - low / prediction.iteration_seconds, high / prediction.iteration_seconds - 1

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -52,14 +50,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def configuration(name: str) -> str:
     path = HERE / f"{name}.json"
     path.write_text(json.dumps(CONFIGURATIONS[name]))
-    return str(path)
-
-
-def variant(base: str, name: str = "somebodys", **said: Any) -> str:
-    """A machine file that says only how it differs from ``base``."""
-    text = yaml.safe_dump({"variant_of": base, "name": name, **said})
-    path = HERE / f"variant-{zlib.crc32(text.encode()):x}.yaml"
-    path.write_text(text)
     return str(path)
 
 
@@ -202,18 +192,6 @@ def spread(**keys: Any) -> Change:
         said = dict(each.split("=") for each in options.get("parallel", "").split(",") if each)
         said |= {name.replace("_", "-"): each for name, each in keys.items()}
         return {**options, "parallel": ",".join(f"{name}={each}" for name, each in said.items())}
-
-    return change
-
-
-def card(**said: Any) -> Change:
-    """On a variant of the GPU; values that can be called are given the machine's record."""
-    from costmodel.machines.machine_file import load_machine
-
-    def change(options: Options) -> Options:
-        machine = load_machine(options["gpu"])
-        values = {name: each(machine) if callable(each) else each for name, each in said.items()}
-        return {**options, "gpu": variant(options["gpu"], **values)}
 
     return change
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import get_args
 
@@ -109,26 +108,3 @@ def test_predict_and_sweep_ask_for_the_same_step():
         )
         step = e2e.predict("gpt2", gpu="h100-sxm", gpus=2, parallel="fsdp=2", sequence_length=64, recipe=recipe)
         assert row.iteration_seconds == step.iteration_seconds and row.peak_memory_bytes == step.peak_memory_bytes
-
-
-MIXTRAL = {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "vocab_size": 1024,
-}  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_the_flops_of_a_model_do_not_move_with_routing_attention_or_recomputation(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(MIXTRAL))
-    question = {"model_config": config, "gpu": "h100-sxm", "gpus": 8, "sequence_length": 64}
-    ways = (
-        {}, {"attention": "eager"}, {"routing": "power-law=1.2,capacity=1.0"},
-        {"parallel": "fsdp=8,ep=8,recompute=full"},
-    )  # fmt: skip
-    found = [e2e.predict(**{**question, "parallel": "fsdp=8,ep=8", **way}) for way in ways]
-    flops = {step.utilisation.model_flops for step in found}
-    assert len(flops) == 1
-    products = {step.utilisation.mfu * step.iteration_seconds for step in found}
-    assert max(products) == pytest.approx(min(products))

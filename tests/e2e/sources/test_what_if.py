@@ -80,15 +80,6 @@ def test_each_change_alone_and_all_together(script):
     assert record[1]["question"] == "host=2x" and record[1]["path_seconds"]["host"] > 0
 
 
-def test_a_batch_is_captured_anew(script):
-    asked = e2e.predict(script=f"{script}:make_step", gpu="t4", batch_size=96)
-    anew = e2e.predict(script=f"{script}:make_step", gpu="t4", batch_size=48, what_if="batch=96")
-    assert anew.what_if[1].iteration_seconds == pytest.approx(asked.iteration_seconds, rel=1e-9)
-    assert anew.what_if[1].samples == 96 and anew.what_if[0].samples == 48
-    with pytest.raises(InputError, match="takes no batch_size"):
-        e2e.predict(script=f"{script}:make_fixed", gpu="t4", what_if="batch=96")
-
-
 def test_operators_are_fused(script):
     answer = e2e.predict(script=f"{script}:make_step", gpu="t4", batch_size=65536, what_if="fuse:relu|sigmoid")
     assert rows_of(answer)["fuse:relu|sigmoid"].gain > 1.02
@@ -102,16 +93,6 @@ def test_buckets_of_a_script_are_other_buckets(script):
     other = e2e.predict(script=f"{reference}:make_ranks", gpu="h100-sxm", gpus=2)
     assert len(other.collectives) < len(asked.collectives)
     assert asked.what_if[1].iteration_seconds == pytest.approx(other.iteration_seconds, rel=1e-9)
-
-
-def test_a_model_spread_over_gpus_is_asked_too(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2", "n_layer": 2}')
-    answer = e2e.predict(
-        model_config=config, gpu="h100-sxm", gpus=2, parallel="dp=2", sequence_length=64, dtype="bfloat16",
-        what_if=["kernels:all_reduce=4x", "bucket-mb=200", "batch=2", "kernels:gemm=2x"],
-    )  # fmt: skip
-    assert len(answer.what_if) == 6 and all(row.iteration_seconds > 0 for row in answer.what_if)
 
 
 def test_recorded_ranks_are_asked():
