@@ -49,21 +49,6 @@ def priced(graph: ExecutionGraph, model: CostModel, cluster=None, **options) -> 
 # --- what is asked ---------------------------------------------------------------------------------
 
 
-def test_alike_transfers_are_asked_for_once():
-    model = Answer()
-    drawing = Drawing(0)
-    for sequence in range(3):
-        drawing.collective("nccl", 0, sequence, ranks=(0, 1), size=100)
-    price_collectives(unpriced(together(drawing, multiplicity={0: 2})), ToyCluster(), model)
-    assert len(model.asked) == 1
-
-
-def test_the_most_that_any_rank_sends_counts_for_all():
-    model = Answer()
-    priced(with_collective(drawn(2, size=100), 1, size_bytes=300), model)
-    assert [(each.size_bytes, each.busiest_bytes) for each in model.asked] == [(300, None)]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "busiest"),
     [
@@ -78,19 +63,6 @@ def test_an_uneven_all_to_all_is_that_of_its_busiest_rank(first, second, busiest
     graph = drawn(2, kind="all_to_all")
     priced(with_collective(with_collective(graph, 0, **first), 1, **second), model)
     assert [each.busiest_bytes for each in model.asked] == [busiest]
-
-
-def test_a_barrier_moves_no_byte():
-    model = Answer()
-    priced(drawn(2, kind="barrier", size=0), model)
-    assert [(each.kind, each.size_bytes) for each in model.asked] == [("barrier", 0)]
-
-
-def test_of_four_ranks_each_keeps_a_quarter():
-    model = Answer()
-    graph = drawn(4, kind="all_to_all", size=100)
-    priced(with_collective(graph, 3, size_bytes=400), model)
-    assert [(each.size_bytes, each.busiest_bytes) for each in model.asked] == [(400, 300.0)]
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
@@ -123,12 +95,6 @@ def test_groups_folded_into_one_share_the_network(ranks, stands_for, sharing):
     assert [each.sharing for each in model.asked] == [sharing]
 
 
-def test_without_multiplicity_nothing_is_shared():
-    model = Answer()
-    priced(drawn(4), model)
-    assert [each.sharing for each in model.asked] == [1]
-
-
 # --- what comes of it ------------------------------------------------------------------------------
 
 
@@ -139,15 +105,6 @@ def test_a_task_takes_the_interval_the_bound_and_the_source_of_its_transfer():
         assert task.duration == Duration(2.0, 1.5, 3.0, "network", "fitted")
 
 
-def test_what_has_a_duration_stays_as_it_is_and_is_not_asked_for():
-    drawing = Drawing(0)
-    drawing.collective("known", 2, 0, ranks=(0, 1))
-    drawing.kernel("gemm", 3)
-    graph = together(drawing, multiplicity={0: 2})
-    model = Answer()
-    assert price_collectives(graph, ToyCluster(), model) == graph and not model.asked
-
-
 def test_a_collective_of_one_takes_nothing_and_uses_no_link():
     drawing = Drawing(0)
     drawing.collective("nccl", 0, 0, ranks=(0,))
@@ -155,18 +112,6 @@ def test_a_collective_of_one_takes_nothing_and_uses_no_link():
     (task,) = priced(unpriced(together(drawing)), model, load=lambda transfer, seconds: GpuLoad(1.0))
     assert task.duration == Duration(0.0, 0.0, 0.0, "", "analytic")
     assert (task.links, task.load, model.asked) == ((), None, [])
-
-
-def test_a_collective_says_what_it_takes_of_its_gpu():
-    seen = []
-
-    def load(transfer, seconds):
-        seen.append((transfer.kind, seconds))
-        return GpuLoad(0.25, 0.125)
-
-    assert [task.load for task in priced(drawn(), Answer(), load=load)] == [GpuLoad(0.25, 0.125)] * 2
-    assert set(seen) == {("all_reduce", 4.0)}
-    assert [task.load for task in priced(drawn(), Answer())] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from e2e.step.operator_trace import OperatorCall, Tensor, gathering_calls, is_multi_tensor, list_length
+from e2e.step.operator_trace import OperatorCall, Tensor, gathering_calls
 
 LIST = tuple(Tensor(number, number, (4,), "float32", "cuda:0") for number in range(7))
 
 
 def call(number: int, name: str, *inputs) -> OperatorCall:
     return OperatorCall(number, name, None, 0, inputs)
-
-
-def test_lists_of_foreach_and_fused_operators_are_counted_and_no_others():
-    assert list_length(call(0, "aten::_foreach_add_", LIST, LIST, 1.0)) == 7
-    assert list_length(call(0, "aten::_fused_adamw_", LIST[:3], LIST[:3], (), LIST[:3])) == 3
-    assert list_length(call(0, "aten::_foreach_mul_", (), 2.0)) == 0
-    assert list_length(call(0, "aten::cat", LIST, 0)) == 0
-    assert is_multi_tensor("aten::_amp_foreach_non_finite_check_and_unscale_")
-    assert not is_multi_tensor("aten::_fused_rms_norm") and not is_multi_tensor("aten::_fused_dropout")
 
 
 def test_the_optimizer_gathers_once_a_step_for_each_group():
