@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from costmodel.cost_model import config_key
@@ -58,12 +56,6 @@ def test_half_is_what_should_be_fast_and_half_from_all_over():
     assert sample(SHARED, space(SHARED), 20) == sample(SHARED, space(SHARED), 20)
 
 
-def test_a_small_space_is_measured_whole():
-    few = space(SHARED)[:5]
-    assert sorted(map(config_key, sample(SHARED, few, 20))) == sorted(map(config_key, few))
-    assert sorted(map(config_key, sample(SHARED, few, 4))) != sorted(map(config_key, few))
-
-
 def test_a_kernel_of_two_networks_is_measured_once_and_kept_for_both(stores):
     runner = FakeRunner()
     state = measure_samples(kernels(stores), runner)
@@ -92,11 +84,3 @@ def test_a_run_that_is_stopped_has_as_much_of_every_kernel_and_the_next_goes_on(
 def test_what_fails_is_not_tried_again(stores):
     assert measure_samples(kernels(stores), FakeRunner(failing=2)).failures == 2
     assert all(not each.pending for each in kernels(stores))
-
-
-def test_nothing_is_measured_after_the_end(stores, monkeypatch):
-    clock = iter(float(second) for second in range(100))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    runner = FakeRunner()
-    state = measure_samples(kernels(stores), runner, end=5.0)
-    assert 0 < len(runner.measured) == state.measured <= 5 and state.wanted == 36

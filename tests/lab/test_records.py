@@ -24,7 +24,7 @@ from schedules.tuning.shipped_records import (
     read_records,
     write_records,
 )
-from schedules.tuning.tuning_records import RECORDS, Record, RecordStore, environment
+from schedules.tuning.tuning_records import Record, RecordStore, environment
 
 CPU = host_target(1)
 SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))
@@ -51,13 +51,6 @@ def directory(tmp_path) -> Path:
 
 def records(*options: str):
     return CliRunner().invoke(app, list(options))
-
-
-def test_measuring_into_records_that_another_process_writes_is_refused_before_any_work(tmp_path):
-    with RecordStore(tmp_path / "build" / "records", CPU) as store:
-        store.add(OWN, {"tile": 1}, 1e-3)
-        found = records("measure", str(tmp_path / "build"), "--threads", "1")
-    assert found.exit_code == 2 and "another process is writing tuning records here (process" in found.stderr
 
 
 def test_a_network_is_left_out_with_all_its_kernels(directory, tmp_path):
@@ -87,34 +80,3 @@ def test_records_are_collected_beside_those_that_are_there(tmp_path):
     assert refused.exit_code == 2 and "made by another version" in refused.stderr
     path.unlink()
     assert records("collect", str(tmp_path / "one"), *folder, "--add").exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--leave-out", "a"], "--leave-out a: name a folder for the records that are left with --output"),
-        (["--leave-out", "c", "--output", "x"], "--leave-out c: there are records of a, b"),
-        (["--leave-out", "a", "--leave-out", "b", "--output", "x"], "no records are left"),
-    ],
-)
-def test_what_cannot_be_left_out_is_said(directory, options, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = records("train", "--directory", str(directory), *options)
-    assert result.exit_code == 2 and words in " ".join(result.output.split())
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["missing"], "missing: holds no tuning records"),
-        (["net.onnx"], "net.onnx: name a folder for its records with --output"),
-        (["empty"], "empty: no kernels of this CPU"),
-    ],
-)
-def test_what_has_no_kernels_to_measure_is_said(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty" / "records").mkdir(parents=True)
-    (tmp_path / "empty" / "records" / RECORDS).write_text("")
-    result = records("measure", *arguments)
-    assert result.exit_code == 2 and words in " ".join(result.output.split())

@@ -11,12 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from costmodel.base.errors import InputError
 from e2e.capture.models import catalog, dlrm
 from e2e.capture.models.configurations import PRESETS
 from e2e.capture.models.image_models import ResNet50
-from lab.bench.measured_models import CASES, SAMPLES, ModelCase, app, measure_models
-from lab.command_line import run
+from lab.bench.measured_models import SAMPLES, ModelCase, measure_models
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 CASES_OF_EVERY_KIND = (
@@ -64,17 +62,3 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path):
     failed, measured = table(tmp_path)
     assert "no-such-model" in failed["error"] and not failed["median_s"]
     assert measured["median_s"]
-
-
-def test_the_gpu_list_begins_with_one_case_of_each_kind_and_names_built_in_models():
-    assert {case.model for case in CASES} <= {*catalog.known_models()}
-    first = [case.model for case in CASES[:4]]
-    assert first == ["gpt2-large", "resnet-50", "dlrm-ddp", "bert-large"]
-    assert len({case.key() for case in CASES}) == len(CASES)
-
-
-def test_wrong_options_are_one_line(tmp_path, capsys):
-    with pytest.raises(InputError, match="--minutes"):
-        measure_models("cpu", tmp_path, 0.0, False, lambda line: None)
-    assert run(app, "lab.bench.measured_models", ["--device", "gpu7", "-o", str(tmp_path)]) == 2
-    assert "gpu7" in capsys.readouterr().err

@@ -18,8 +18,7 @@ pytest.importorskip("torch")
 
 from costmodel.base.errors import InputError
 from lab.bench import measured_programs
-from lab.bench.measured_programs import COLUMNS, SEGMENTS, Program, app, compare, fetch, read_list, source_of
-from lab.command_line import run
+from lab.bench.measured_programs import COLUMNS, SEGMENTS, Program, compare, fetch, read_list, source_of
 
 TRAINS = """
 import sys
@@ -120,10 +119,3 @@ def test_the_list_names_what_can_be_fetched() -> None:
         assert each.licence or each.text
         assert each.predicted is None or each.predicted["low"] <= each.predicted["ms"] <= each.predicted["high"]
         assert len(each.text.splitlines()) < 16 and each.command("cuda")
-
-
-def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "data").mkdir()
-    arguments = ["run", str(tmp_path), "-o", str(tmp_path / "out"), "--device", "gpu7"]
-    assert run(app, "lab.bench.measured_programs", arguments) == 2
-    assert "gpu7" in capsys.readouterr().err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from fusion.model.named_arrays import DeclaredInput, read_calibration
 from lab.bench import models
 
 PEERS = ("openvino-bf16", "torch-bf16")
@@ -40,24 +37,3 @@ def test_a_network_without_our_build_has_a_line_all_the_same():
     assert lines[2].startswith("| a | - |")
     absent = {**document(), "absent": {"ours, int8": "not built"}}
     assert "| ours, int8 | not built |" in models.table("a", absent)
-
-
-def test_pictures_fit_the_inputs_and_differ(tmp_path):
-    inputs = [DeclaredInput("x", (2, 3, 8, 8), "float32")]
-    data = read_calibration(models.calibration_file(tmp_path / "net.onnx", inputs, {}), inputs)
-    assert data.calls == models.CALIBRATION_PICTURES
-    assert not np.array_equal(data.call(0)["x"], data.call(1)["x"])
-    normalised, picture, random = data.arrays["x"][:3]
-    assert abs(normalised.mean()) < 1e-5 and abs(normalised.std() - 1) < 1e-5
-    assert picture.min() >= 0 and picture.max() <= 1
-    assert random.min() < -1.5 and random.max() > 1.5
-
-
-def test_a_network_without_our_build_of_a_precision_is_compared_all_the_same(tmp_path, capsys):
-    setting = models.Setting("net", tmp_path / "net.onnx", {}, 1, 1)
-    effort = models.Effort(("float32", "bfloat16"), (), None, 1, tmp_path)
-    (tmp_path / setting.title).mkdir()
-    (tmp_path / setting.title / "manifest.json").write_text("{}")
-    found, absent = models.builds(setting, effort)
-    assert list(found) == ["float32"] and absent["ours, bfloat16"].endswith("-bfloat16: not built")
-    assert "ours, bfloat16: " in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from costmodel.base.errors import InputError
 from costmodel.operators.lookups import zipf
 from e2e.sharding.local_search import GREEDY
 from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
@@ -35,13 +34,6 @@ def test_the_oracle_counts_only_where_it_planned():
     assert outcome(1.2, 1.0, 1.5).oracle_regret is None
     assert outcome(1.2, 1.0, 1.5, oracle=0.8).oracle_regret == pytest.approx(0.5)
     assert outcome(1.2, 1.0, 1.5, oracle=1.1).oracle_regret == pytest.approx(0.2)  # ours was worse than another
-
-
-def test_a_plan_beats_the_others_or_does_not():
-    found = outcome(1.0, 1.1, None)
-    assert found.beats_all(found.true)
-    assert not found.beats_all({**found.true, SECOND: 1.0})
-    assert not found.beats_all({**found.true, OURS: None})
 
 
 def test_true_costs_without_errors_are_the_models_and_with_errors_others():
@@ -103,16 +95,6 @@ def test_a_histogram_gives_back_the_data_it_was_made_of(tmp_path):
         assert found.unique_rows(lookups) == pytest.approx(truth.unique_rows(lookups), rel=0.04)
     assert found.hit_rate(100_000, 1000) == pytest.approx(truth.hit_rate(100_000, 1000), abs=0.02)
     assert histogram.statistics(400).rows == 400
-
-
-def test_malformed_histograms_are_named(tmp_path):
-    path = tmp_path / "stats.txt"
-    path.write_text("nothing\n")
-    with pytest.raises(InputError, match=r"stats\.txt: no data set"):
-        read_histograms(path)
-    path.write_text("toy_t2_bs10.pt\nAvg # of indices: 5\n(0, 1]: 0.5\n")
-    with pytest.raises(InputError, match=r"stats\.txt: toy_t2_bs10\.pt: needs two counts"):
-        read_histograms(path)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} (public histograms) is absent")

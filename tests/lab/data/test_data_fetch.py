@@ -10,9 +10,8 @@ from hashlib import sha256
 import pytest
 import yaml
 
-from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.errors import MissingDependencyError
 from lab.data import data_folder as folder
-from lab.data import manifest as fetching
 from lab.data import manifest as sources
 from lab.data.__main__ import main
 from lab.data.data_folder import data_folder, user_data_directory
@@ -92,27 +91,6 @@ def test_files_come_from_the_commit_named_and_are_made_as_stated(manifest, tmp_p
     assert (again.there, again.brought) == (3, 0)
 
 
-def test_an_interrupted_fetch_goes_on(manifest, tmp_path, monkeypatch):
-    manifest(FILES)
-    place, placed = fetching._place, []
-
-    def stop_at_the_second(*arguments):
-        if placed:
-            raise KeyboardInterrupt
-        placed.append(arguments)
-        return place(*arguments)
-
-    monkeypatch.setattr(fetching, "_place", stop_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        fetch(sources_named(()), tmp_path, lambda line: None)
-    (lock,) = (each / ".git" / "index.lock" for each in (tmp_path / ".fetching").iterdir())
-    lock.write_text("")  # as a git that was killed leaves it
-    monkeypatch.undo()
-    manifest(FILES)
-    done = fetch(sources_named(()), tmp_path, lambda line: None)
-    assert (done.there, done.brought, done.failed) == (1, 2, {}) and not (tmp_path / ".fetching").exists()
-
-
 def test_a_file_with_another_content_is_not_kept(manifest, tmp_path, capsys):
     manifest({**FILES, "toy/table.csv": {"sha256": sha(b"other"), "from": "data/table.csv"}})
     assert main(["fetch", "--to", str(tmp_path / "d")]) == 2
@@ -152,26 +130,6 @@ def test_list_says_what_is_there_missing_and_different(manifest, tmp_path, capsy
     text = capsys.readouterr().out
     for words in ("1 of 3", "path 3", "different: toy/table.csv", "only seen from afar", "data fetch"):
         assert words in text
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"../up": {"sha256": "0", "from": "a"}}, "stay within the data folder"),
-        ({"a": {"sha256": "0", "from": "a", "how": "magic"}}, "how 'magic'"),
-        ({"a": {"sha256": "0"}}, "needs repository, commit and from"),
-        ({"a": {"sha256": "0", "from": "a", "size": 3}}, "unknown size"),
-    ],
-)
-def test_a_malformed_manifest_names_itself(manifest, files, message):
-    path = manifest(files)
-    with pytest.raises(InputError, match=f"sources.yaml: not a manifest.*{message}"):
-        read_sources(path)
-
-
-def test_unknown_datasets_are_named(capsys):
-    assert main(["list", "neusihgt"]) == 2
-    assert "neusihgt: not known; there are neusight" in capsys.readouterr().err
 
 
 def test_the_manifest_of_the_project_is_whole():

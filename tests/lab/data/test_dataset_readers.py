@@ -9,7 +9,6 @@ import tarfile
 
 import pytest
 
-from costmodel.base.errors import InputError
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.bench.unseen_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
 from lab.data.aiconfigurator import gemm_files
@@ -89,12 +88,6 @@ def test_only_known_files_count_and_only_wanted_ones_are_read(tmp_path):
     assert read_collectives(tmp_path, lambda each: False) == []
 
 
-def test_a_sweep_of_another_schema_names_itself(tmp_path):
-    nccl_perf(tmp_path, [("all_dance", "half", 8, 1024, 0.02)])
-    with pytest.raises(InputError, match=r"nccl_perf.parquet: not a sweep .*all_dance.*fetch it again"):
-        read_collectives(tmp_path)
-
-
 def test_validation_of_collectives_on_a_made_sweep(tmp_path):
     """Times of a start and a bandwidth are met on sizes and on four ranks left out."""
     rows = [
@@ -147,9 +140,3 @@ def test_kernels_of_a_recorded_dlrm_step(tmp_path):
     assert (third.sort, third.update) == (pytest.approx(12e-6), pytest.approx(15e-6))
     assert third.backward == pytest.approx(36e-6)
     assert [(each.rows, each.indices) for each in third.tables] == [(r, SAMPLES * p) for r, p in RANKS[2]]
-
-
-def test_a_dlrm_run_of_fewer_ranks_is_refused(tmp_path):
-    dlrm(tmp_path, ranks=7)
-    with pytest.raises(InputError, match=r"dlrm_kineto.tar.gz: not the profiles of the eight ranks .*data fetch"):
-        read_dlrm_trace(tmp_path)

@@ -9,8 +9,6 @@ import shutil
 
 import pytest
 
-from costmodel.base.errors import InputError
-from costmodel.base.input_files import content_digest
 from lab.data import selection as fitting
 from lab.data.data_folder import data_folder
 from lab.data.selection import named_in, named_tables, select, selection_of
@@ -94,15 +92,6 @@ def test_validation_uses_what_is_there_of_the_named_and_says_the_rest(fitted, tm
     assert "v100-sxm2-32gb" in capsys.readouterr().out
 
 
-def test_what_a_fitted_file_says_of_its_rows(fitted):
-    data, files = fitted
-    path = data / FOLDER / "AR_GPU2_1M_64M_LUT"
-    for file in (files[0], next(each for each in files if each.parent.name == "a100-sxm-80gb")):
-        provenance = json.loads(file.read_text())["provenance"]
-        assert provenance["tables"][f"{FOLDER}/{path.name}"] == {"rows": 7, "sha256": content_digest(path)}
-        assert "int8" in provenance["selection"]
-
-
 def test_compressors_may_differ(tmp_path):
     one, other = tmp_path / "one" / "a.csv.gz", tmp_path / "other" / "a.csv.gz"
     for path, level in ((one, 1), (other, 9)):
@@ -113,13 +102,6 @@ def test_compressors_may_differ(tmp_path):
     (tmp_path / "fitted.json").write_text(json.dumps({"provenance": named}))
     chosen = select(other.parent, [other], tmp_path / "fitted.json")
     assert chosen.used == ["a.csv.gz"] and chosen.wants(other) and not chosen.wants(one) and not chosen.remarks()
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"provenance": {"tables": {"a": 3}}}'])
-def test_a_corrupt_fitted_file_names_itself(tmp_path, text):
-    (tmp_path / "collectives.json").write_text(text)
-    with pytest.raises(InputError, match=r"collectives.json: corrupt .*fit --all"):
-        named_in(tmp_path / "collectives.json")
 
 
 def test_the_shipped_models_name_files_of_the_manifest():

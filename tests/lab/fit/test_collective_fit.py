@@ -13,9 +13,7 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import read_collectives
 from lab.data.data_folder import data_folder
 from lab.data.selection import selection_of
-from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import by_machine, constants_of, fit_collectives, rows_of
-from lab.validate.__main__ import main as validate_main
 from lab.validate.cost_models import HELD_OUT_RANKS, HELD_OUT_SIZES, validate_collectives
 
 DATA = data_folder()
@@ -76,28 +74,6 @@ def test_constants_are_found_again():
         assert analyse(transfer, cluster, fitted).seconds == pytest.approx(
             analyse(transfer, cluster, truth).seconds, 0.05
         )
-
-
-def test_dense_sweeps_are_thinned_evenly_over_the_logarithm():
-    rows = [CollectiveRow(CollectiveTransfer("all_reduce", float(i), 2), 1e-5 * i) for i in range(1, 2001)]
-    from lab.data.collective_sweeps import CollectiveTable
-
-    kept = rows_of([CollectiveTable("dgx-h100", tuple(rows), "t")])
-    sizes = sorted(row.transfer.size_bytes for row in kept)
-    assert 60 < len(kept) <= 128 and (sizes[0], sizes[-1]) == (1.0, 2000.0)
-
-
-def test_data_without_sweeps_of_collectives(tmp_path):
-    lines: list[str] = []
-    assert fit_collectives(tmp_path, tmp_path, lines.append) == [] and "no sweeps" in lines[0]
-    assert validate_collectives(tmp_path) == []
-
-
-@pytest.mark.parametrize("command", ["fit", "validate"])
-def test_commands_for_collectives_alone_need_sweeps(command, tmp_path, capsys):
-    main, where = (fit_main, ["-o", str(tmp_path)]) if command == "fit" else (validate_main, [])
-    assert main(["collectives", "--data", str(tmp_path / "none"), *where]) == 2
-    assert f"error: {tmp_path / 'none'}: no measurements of what is asked; give the folder" in capsys.readouterr().err
 
 
 @needs_data

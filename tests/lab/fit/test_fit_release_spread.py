@@ -96,9 +96,3 @@ def test_older_libraries_take_longer_for_products_of_chips_they_were_not_tuned_t
         assert name == "h100-sxm" or ratios == [(1.0, 1.0)] * 4
         seconds = [each.seconds for each in older.estimate(larger)]
         assert seconds == sorted(seconds)
-
-
-def test_too_few_pairs_are_refused_in_one_line(tmp_path, capsys):
-    written(tmp_path, "pt240-cu124", 0.1, 5)
-    assert main(["--releases", "--data", str(tmp_path), "-o", str(tmp_path / "spread.json")]) == 2
-    assert "0 models under two releases" in capsys.readouterr().err

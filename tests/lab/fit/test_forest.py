@@ -10,11 +10,6 @@ from costmodel.gpu.residual import Forest
 from lab.fit.trees import from_booster
 
 
-def test_a_row_goes_right_from_the_threshold_on():
-    tree = Forest(np.array([[1]]), np.array([[5.0]]), np.array([[10.0, 20.0]]), base=1.0)
-    assert tree.predict(np.array([[0, 4.9], [9, 5.0]])).tolist() == [11, 21]
-
-
 def test_trees_add_up_over_their_depth():
     columns, thresholds = np.array([[0, 1, 1]] * 2), np.array([[0.0, 0.0, 0.0]] * 2)
     both = Forest(columns, thresholds, np.array([[1.0, 2.0, 3.0, 4.0]] * 2), base=0.0)
@@ -33,10 +28,3 @@ def test_the_arrays_answer_as_xgboost_does():
     read = residual.forest_from_record(json.loads(json.dumps(residual.forest_to_record(ours))))
     assert read.predict(features) == pytest.approx(expected, abs=0.02)
     assert (read.columns == ours.columns).all() and (read.thresholds == ours.thresholds).all()
-
-
-@pytest.mark.parametrize("change", [{"columns": "AAAA"}, {"trees": 2}, {"leaves": ""}])
-def test_a_damaged_record_is_a_value_error(change):
-    tree = Forest(np.zeros((3, 1), np.uint8), np.zeros((3, 1), np.float32), np.zeros((3, 2), np.float32), 0.0)
-    with pytest.raises(ValueError):
-        residual.forest_from_record({**residual.forest_to_record(tree), **change})

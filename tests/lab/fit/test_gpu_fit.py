@@ -13,15 +13,12 @@ from costmodel.base.input_files import content_digest
 from costmodel.commands.cli import main as costmodel_main
 from costmodel.gpu.fitted import all_fitted, level_transfer
 from costmodel.machines.machine_file import load_machine
-from lab.data.data_folder import data_folder
 from lab.fit.__main__ import main as fit_main
-from lab.fit.kernels import fit, rows_by_family
-from lab.fit.transfer import transfer_of
+from lab.fit.kernels import fit
 from lab.validate.__main__ import main as validate_main
 from lab.validate.cost_models import CALIBRATED, HELD_OUT_SHAPES, LEFT_OUT_GPU, left_out_machine, validate_kernels
 
 pytest.importorskip("xgboost")
-DATA = data_folder()
 # name in the tables, our name, how much slower than the analytic model the invented kernels are
 GPUS = (("Tesla T4", "t4", 1.2), ("Tesla P4", "p4", 1.4))
 
@@ -115,23 +112,6 @@ def test_the_commands(invented, models, tmp_path, capsys):
     assert "left-out GPU, 20 points" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["scans", "serving"])
-def test_nothing_is_fitted_to_nothing(part, tmp_path, capsys):
-    """Else the shipped models would be replaced by empty ones."""
-    output = tmp_path / "out"
-    assert fit_main([part, "--data", str(tmp_path / "none"), "-o", str(output)]) == 2
-    told = capsys.readouterr().err
-    assert "nothing is written for them" in told and "no measurements of what is asked" in told
-    assert not list(output.rglob("*.json"))
-
-
-@pytest.mark.parametrize("folder", ["none", "empty"])
-def test_models_that_are_not_there_are_told(folder, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    assert validate_main(["scans", "--models", str(tmp_path / folder)]) == 2
-    assert f"--models {tmp_path / folder}: holds no fitted models" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -144,13 +124,3 @@ def test_models_that_are_not_there_are_told(folder, tmp_path, capsys):
 def test_options_of_another_fit_are_refused(options, told, capsys):
     assert costmodel_main(["fit", "--machine", "t4", *options]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
-    for main in (fit_main, validate_main):
-        assert main(["--data", str(tmp_path)]) == 2
-        assert "give the folder of the data with --data" in capsys.readouterr().err
-
-
-def test_of_no_rows_nothing_carries_over():
-    assert transfer_of([]).levels == {} and transfer_of([]).shapes == {} and rows_by_family([]) == []

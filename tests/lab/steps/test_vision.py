@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from costmodel.base.errors import InputError, ModelError
+from costmodel.base.errors import InputError
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 from lab.steps import image_steps as vision_cases
-from lab.steps.image_steps import PUBLISHED, PublishedStep, drawn, fitted_on, is_held_out, middle_steps
+from lab.steps.image_steps import PUBLISHED, PublishedStep, drawn, fitted_on, is_held_out
 from lab.validate.models import VisionResult, VisionSection, vision_section
 
 NAME = "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
@@ -35,12 +34,6 @@ def test_a_row_says_what_ran_where(tmp_path):
     assert step.name == "rtx-3090/train-nhwc-pt112/resnet50.a1-256-224"
 
 
-def test_compiled_files_are_told_by_their_name(tmp_path):
-    rows = "model,infer_step_time,infer_batch_size,infer_img_size\nvgg11,10,256,224\n"
-    (step,) = read_timm(write(tmp_path, "benchmark-infer-amp-nchw-pt291-cu128-4090-dynamo.csv", rows))
-    assert (step.machine, step.group, step.compiled) == ("rtx-4090", "infer-nchw-compiled", True)
-
-
 def steps(family: str, count: int, machine: str = "rtx-3090", compiled: bool = False) -> list[TimmStep]:
     return [TimmStep(f"{family}_{n}", machine, False, False, compiled, 240, 8, 224, 1.0 + n) for n in range(count)]
 
@@ -48,10 +41,6 @@ def steps(family: str, count: int, machine: str = "rtx-3090", compiled: bool = F
 @pytest.fixture
 def families(monkeypatch):
     monkeypatch.setattr(vision_cases, "family_of", lambda model: model.partition("_")[0])
-
-
-def test_the_spread_has_the_middle_of_each_larger_family(families):
-    assert [step.model for step in middle_steps([*steps("a", 5), *steps("b", 3), *steps("c", 4)])] == ["a_2", "c_2"]
 
 
 def test_the_other_card_and_compiled_steps_are_held_out(families):
@@ -95,13 +84,6 @@ def test_without_timm_it_says_what_it_needs_and_predicts_its_own_models(monkeypa
     assert "pip install --no-deps timm" in capsys.readouterr().out
 
 
-def test_published_seconds_are_pictures_over_throughput():
-    (step,) = [each for each in PUBLISHED if each.name == "a100-sxm-80gb/train-nhwc-amp-nvidia/resnet-50-256"]
-    assert (
-        step.seconds == pytest.approx(8 * 256 / 2470) and step.channels_last
-    )  # eight batches to a step of the optimizer
-
-
 def test_a_draw_takes_held_out_steps_of_different_models(families):
     out = [name for name in "abcdefgh" if is_held_out(name)]
     some = [*steps(out[0], 30), *steps(out[0], 30, compiled=True), *steps("abcdefgh"[0], 5, "rtx-4090")]
@@ -110,13 +92,6 @@ def test_a_draw_takes_held_out_steps_of_different_models(families):
     assert {step.compiled for step in found} == {True, False}
     assert found == drawn(some, 10, seed=3) != drawn(some, 10, seed=4)
     assert {step.machine for step in drawn(some, 3, "rtx-4090")} == {"rtx-4090"}
-
-
-def test_another_model_under_the_same_name_is_left_out():
-    step = TimmStep("wide", "rtx-3090", True, True, False, 112, 8, 224, 0.4, parameters=30e6)
-    with pytest.raises(ModelError, match="0.00 million parameters in this timm, 30.00 where it was measured"):
-        vision_cases._check_same_model(step, torch.nn.Linear(3, 4))
-    vision_cases._check_same_model(replace(step, parameters=0.0), torch.nn.Linear(3, 4))
 
 
 def test_unfused_attention_computes_in_the_type_of_its_operands_before_pytorch_2_5():

@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 
 from costmodel.cost_model import CostModel, Estimate
-from costmodel.gpu.factory import gpu_cost_model
-from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.parallelism.pieces import LayerCollective, Work
-from e2e.parallelism.rewrites import Condenser
-from e2e.price.pricing import price
-from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
+from e2e.step.execution_graph import CallInfo, Duration, HostWork
 from lab.data.data_folder import data_folder
 from lab.validate import vtrain
 from lab.validate.vtrain import Profiler, standing_start
@@ -53,35 +49,6 @@ def kernels(count: int) -> tuple[HostWork | Work, ...]:
     return one * count
 
 
-def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
-    items = Condenser(Host(), kernels=4).items(kernels(10), CALLS)
-    works = [item for item in items if isinstance(item, Work)]
-    assert [len(work.kernels) for work in works] == [4, 4, 2]
-    tasks = tuple(
-        Task(place, work.name, work.kind, 0, work.operators, kernels=work.kernels) for place, work in enumerate(works)
-    )
-    actions = tuple(Launch(task.id) for task in tasks)
-    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks),)), OneSecond(), Host()).ranks
-    assert [task.duration.seconds for task in rank.tasks if task.duration] == [4.0, 4.0, 2.0]
-    host = [item.duration.seconds for item in items if isinstance(item, HostWork) and item.duration]
-    assert sum(host) == pytest.approx(10 * 0.5)
-
-
-def test_a_run_with_a_kernel_that_no_model_knows_stays_without_a_price() -> None:
-    items = Condenser(Host()).items((*kernels(2), Work("unheard of", "kernel", (), 0)), CALLS)
-    (work,) = (item for item in items if isinstance(item, Work))
-    task = Task(0, work.name, work.kind, 0, work.operators, kernels=work.kernels)
-    graph = ExecutionGraph((RankGraph(0, {"main": (Launch(0),)}, (task,)),))
-    assert price(graph, OneSecond(), Host()).ranks[0].tasks[0].duration is None
-
-
-def test_runs_end_at_communication() -> None:
-    items = (*kernels(2), LayerCollective("all_reduce", 8, 0), *kernels(2))
-    condensed = Condenser(Host(), kernels=8).items(items, CALLS)
-    shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
-    assert shown == ["Work", "LayerCollective", "Work"]
-
-
 def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
     """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
     for each, seconds in ((0.25, 0.5 + 3.0), (1.0, 3 * 2.0 + 1.0)):
@@ -97,37 +64,10 @@ def test_profiled_parts_add_transfers() -> None:
     assert whole.launch == Duration(0.0, 0.0, 0.0, "host", "fitted")
 
 
-def test_products_with_odd_rows_are_slower() -> None:
-    """50,257 columns cannot be loaded 16 bytes at a time; with 50,304 they can."""
-    model = gpu_cost_model(load_machine("a100-sxm-40gb"))
-    odd, even = model.estimate([Gemm(1, 4096, 50257, 1024, "float16"), Gemm(1, 4096, 50304, 1024, "float16")])
-    assert odd.seconds > 2 * even.seconds
-
-
 def table(tmp_path: Path, text: str) -> Path:
     (tmp_path / vtrain.FOLDER).mkdir()
     (tmp_path / vtrain.FOLDER / "iteration_times_4_gpus.csv").write_text(text, encoding="utf-8")
     return tmp_path
-
-
-def test_reads_the_table(tmp_path: Path) -> None:
-    folder = table(tmp_path, "# GPUs,...\n4,16,2,1024,16,24,1024,2,2,1,100.5\n")
-    (case,) = vtrain.read_cases(folder)
-    assert (case.gpus, case.tp, case.dp, case.pp, case.micro_batches) == (4, 2, 2, 1, 4)
-    assert case.seconds == pytest.approx(0.1005)
-
-
-def test_transfers_across_nodes_are_priced_as_such() -> None:
-    """16 tensor-parallel ranks on two nodes."""
-    asked: list[Any] = []
-
-    class Asking(OneSecond):
-        def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
-            asked.extend(operators)
-            return super().estimate(operators)
-
-    Profiler(OneSecond(), Host(), Asking(), 16, 2).items((*kernels(1), LayerCollective("all_reduce", 8, 0)), CALLS)
-    assert [(each.ranks, each.nodes) for each in asked] == [(16, 2)]
 
 
 def test_several_nodes_run_layers_again_and_have_four_cards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from costmodel.base.errors import InputError
 from lab.validate.recorded_jobs import PredictedJobs, RankResult, jobs_section
 from tests.e2e.recorded_traces import DATA, DLRM, recorded
 
@@ -30,9 +27,3 @@ def test_the_record_has_errors_and_means() -> None:
     document = PredictedJobs(ranks).record()
     assert [row["own_error"] for row in document["ranks"]] == pytest.approx([0.1, 0.0])
     assert document["mean_errors"]["job"] == pytest.approx({"own": 0.05, "left_out": 0.3})
-
-
-def test_other_cases_and_absent_recordings(tmp_path: Path) -> None:
-    assert jobs_section(tmp_path, "no such job") is None
-    with pytest.raises(InputError, match="no recorded job there"):
-        jobs_section(tmp_path)

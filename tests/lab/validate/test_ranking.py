@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lab.validate.ranking import METHODS, evaluate_ranking, report, spearman
-from schedules.kernels.template_table import config_terms
 from schedules.tuning.kernel_ranking import train_ranking
 from schedules.tuning.shipped_records import CpuRecords, identity_of
 from tests.schedules.tuning.test_kernel_ranking import LAYERS, NARROW_CPU, TOY, content, kernel
@@ -38,20 +37,6 @@ def test_kernels_of_all_dtypes_are_one_family_and_are_reported_apart():
     few = report(evaluate_ranking(replace(both, kernels=tuple(narrow)), machine))
     alone = next(row for row in few if (row.group, row.method) == ("bfloat16", "both"))
     assert rows["bfloat16", "both"].correlation > alone.correlation
-
-
-def test_terms_of_a_configuration_are_asked_once_for_all_networks(monkeypatch):
-    import lab.validate.ranking as evaluation
-
-    asked = []
-
-    def counting(operator, configs, cpu):
-        asked.extend((operator, tuple(sorted(config.items())), cpu.threads) for config in configs)
-        return config_terms(operator, configs, cpu)
-
-    monkeypatch.setattr(evaluation, "config_terms", counting)
-    evaluate_ranking(content(), TOY)
-    assert len(asked) == len(set(asked)) == sum(len(each.records) for each in content().kernels)
 
 
 def test_a_network_is_judged_without_its_operators(monkeypatch):
