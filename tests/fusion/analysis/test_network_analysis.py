@@ -17,17 +17,13 @@ from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from fusion.analysis.analyzer import (
     NOT_TUNED,
     WORTH_OF_GAINS,
-    LayerReport,
     SiteReport,
     TensorPlace,
     analyze,
     analyze_in,
     by_precision,
     is_hopeless,
-    network_bytes,
-    predict_seconds,
     read_graph,
-    unfused_intensity,
 )
 from fusion.model.conv_graph import Graph, Node, Site
 from schedules.contract.cpu_target import CpuTarget
@@ -66,18 +62,6 @@ class Given(CostModel):
 # --- one site --------------------------------------------------------------------------------------
 
 
-def test_a_site_says_which_layers_it_has():
-    strided = replace(DEPTHWISE, height=9, width=7, stride=(2, 1))
-    wide = Conv2d(1, 4, strided.out_height, strided.out_width, 8, (1, 1))
-    (site,) = analyze(chain(strided, wide), toy(), CPU).sites
-    assert (site.name, site.kind, site.hopeless) == ("0+1", "depthwise-pointwise", False)
-    assert site.layers == (
-        LayerReport("0", "depthwise", (3, 3), (2, 1), (1, 4, 9, 7), (1, 4, 5, 7)),
-        LayerReport("1", "pointwise", (1, 1), (1, 1), (1, 4, 5, 7), (1, 8, 5, 7)),
-    )
-    assert site.recomputation == 1.0  # the second layer reads no halo
-
-
 def test_the_residual_is_placed_and_counted():
     """4 x 4 x 4 values of 4 bytes more that the kernels read, apart as well as fused."""
     adds = replace(POINTWISE, epilogue=Epilogue(residual="before_activation"))
@@ -94,27 +78,6 @@ def test_the_residual_is_placed_and_counted():
     assert site.flops in (1664, flops)
 
 
-def test_the_output_is_that_of_the_last_layer():
-    """The 576 and 656 bytes of the first two layers fit 700 B; those of the third, to 64 channels, do not."""
-    wide = replace(POINTWISE, out_channels=64)
-    sites = analyze(chain(POINTWISE, DEPTHWISE, wide), toy(cache_bytes=700), CPU).sites
-    (block,) = [site for site in sites if len(site.layers) == 3]
-    places = {place.tensor: place.unfused_level for place in block.tensors}
-    assert places == {"input": "L1", "weights": "DRAM", "intermediate": "L1", "output": "DRAM"}
-
-
-def test_a_chain_of_three_keeps_both_intermediates():
-    sites = analyze(chain(POINTWISE, DEPTHWISE, POINTWISE), toy(), CPU).sites
-    (block,) = [site for site in sites if len(site.layers) == 3]
-    assert {place.tensor: place.size_bytes for place in block.tensors}["intermediate"] == 2 * 256
-    assert len(block.unfused_bounds) == 3
-
-
-def test_intensity_of_layers_one_by_one():
-    """1152 flop over 256 + 144 + 256 bytes, and the same again."""
-    assert unfused_intensity([DEPTHWISE, DEPTHWISE]) == pytest.approx(1152 / 656)
-
-
 @pytest.mark.parametrize(("fused", "clearly"), [(1.15, False), (1.16, True), (0.5, False)])
 def test_a_site_loses_clearly_beyond_fifteen_percent(fused, clearly):
     found = SiteReport("a", "k", (), 1, 1.0, 1.0, (), 1.0, 1.0, fused, (), "", False, "")
@@ -122,18 +85,6 @@ def test_a_site_loses_clearly_beyond_fifteen_percent(fused, clearly):
 
 
 # --- the network -----------------------------------------------------------------------------------
-
-
-def test_an_analysis_counts_kernels_and_names_its_machine():
-    found = analyze(pair(), toy(), CPU)
-    assert (found.machine, found.threads, found.kernels, found.precision, found.precisions) == (
-        "toy", 1, 2, "float32", ())  # fmt: skip
-    (other,) = found.others
-    assert (other.name, other.operator, other.reason) == ("soft", "relax.nn.softmax", "no template computes it")
-
-
-def test_a_network_touches_weights_and_outputs():
-    assert network_bytes(pair()) == 144 + 256 + 64 + 256
 
 
 def test_weights_are_found_again_as_far_away_as_the_network_is_large():
@@ -153,15 +104,6 @@ def test_another_model_predicts_the_seconds_and_the_roofline_says_why():
     assert site.fused_bound == "memory:DRAM"
     (slower,) = analyze(pair(), toy(), CPU, Given(2.0, 5.0)).sites
     assert (slower.fused_seconds, slower.fuse) == (5.0, False)
-
-
-def test_each_kernel_is_predicted_once():
-    graph = chain(POINTWISE, DEPTHWISE, POINTWISE)
-    model = Given(1.0, 1.0)
-    sites = [site_of(graph.nodes[:2]), site_of(graph.nodes[1:]), site_of(graph.nodes)]
-    found = predict_seconds(sites, model)
-    assert set(model.asked) == set(found) and len(model.asked) == 2 + 3
-    assert set(found) == {POINTWISE, DEPTHWISE, *(site.operator for site in sites)}
 
 
 def site_of(nodes: tuple[Node, ...]) -> Site:
@@ -313,27 +255,6 @@ def test_a_file_is_read_for_a_batch_or_shapes_and_a_machine(files: Path):
         assert (read.machine.name, read.cpu.threads) == ("toy", 1)
     found = analyze_in("float32", *by_batch)
     assert (found.kernels, found.threads, found.sites[0].layers[0].input_shape) == (2, 1, (3, 16, 8, 8))
-
-
-def test_what_finding_the_machine_has_to_say_is_heard(files: Path, monkeypatch: pytest.MonkeyPatch):
-    """As where this CPU is measured first."""
-
-    def found(name: str | None, threads: int, say) -> Machine:
-        say(f"{name} on {threads}")
-        return toy()
-
-    monkeypatch.setattr("fusion.analysis.target_machine.machine_for", found)
-    heard: list[str] = []
-    assert read_graph(files / "pair.onnx", {}, None, 1, heard.append, 1).machine.name == "toy"
-    assert heard == ["None on 1"]
-
-
-def test_a_file_is_analysed_in_bfloat16(files: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusion.analysis.target_machine.host_target", lambda threads: replace(NARROW, threads=threads))
-    words = (files / "pair.onnx", {}, str(files / "toy.yaml"), 1, unheard, 1)
-    read = read_graph(*words, "bfloat16")
-    assert read.graph.nodes[0].operator.dtype == "float32"  # analyze_in changes that
-    assert analyze_in("bfloat16", *read).precision == "bfloat16"
 
 
 def test_what_a_file_cannot_be_analysed_for_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch):

@@ -266,15 +266,6 @@ def test_benchmark_takes_every_profile_in_turn(profiled):
     assert [each["batch"] for each in json.loads(done.stdout)["profiles"]] == [1, 3]
 
 
-@pytest.mark.thorough
-def test_one_profile_is_compared_as_a_build_without_any(profiled):
-    directory, _, _ = profiled
-    done = fusion("compare", directory / "3x16x12x12", "--against", "onnxruntime", "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert document["inputs"][0]["shape"] == [3, 16, 12, 12] and len(document["rows"]) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_several_batches_of_a_static_model_are_profiles(folder, tmp_path):
@@ -358,19 +349,6 @@ def refused(*words: object) -> str:
     return line
 
 
-@pytest.mark.parametrize("content", [b"", b"not an ONNX file at all", None], ids=["empty", "text", "truncated"])
-def test_a_broken_model_is_refused_by_name_and_leaves_nothing(folder, tmp_path, content):
-    if content is None:
-        content = (folder / "model.onnx").read_bytes()[:-700]
-    (tmp_path / "broken.onnx").write_bytes(content)
-    assert "broken.onnx" in refused("tune", tmp_path / "broken.onnx", "-o", tmp_path / "build")
-    assert not (tmp_path / "build").exists()
-
-
-def test_a_missing_model_is_refused(tmp_path):
-    assert "none.onnx" in refused("analyze", tmp_path / "none.onnx")
-
-
 def test_open_shapes_need_the_option(tmp_path, folder):
     model = write_model(tmp_path / "open.onnx", batch="n")
     assert "--shape" in refused("analyze", model, "--machine", folder / "toy.yaml")
@@ -378,11 +356,6 @@ def test_open_shapes_need_the_option(tmp_path, folder):
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["sites"][0]["layers"][0]["input_shape"] == [2, 16, 12, 12]
-
-
-def test_an_unknown_machine_is_refused(folder):
-    told = refused("analyze", folder / "model.onnx", "--machine", "no_such_machine")
-    assert "no_such_machine" in told and "h100" not in told, "a CPU is asked for"
 
 
 def test_more_threads_than_cores_are_refused(built, folder, tmp_path):
@@ -394,10 +367,6 @@ def test_more_threads_than_cores_are_refused(built, folder, tmp_path):
     assert "this process may use" in refused("compare", directory, "--threads", 1000)
     analysis = CliRunner().invoke(app, [str(word) for word in ("analyze", *words[1:2], *words[4:], "--threads", 1000)])
     assert analysis.exit_code == 0  # another machine may be asked about
-
-
-def test_a_gpu_is_refused(folder):
-    assert "is a GPU" in refused("analyze", folder / "model.onnx", "--machine", "a100-sxm-40gb", "--threads", 1)
 
 
 def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, tmp_path, monkeypatch):
@@ -426,25 +395,6 @@ def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
     reason = "TVM cannot compile it: InternalError: CodeGenVM cannot handle relax.nonzero; report it with the model"
     assert line == f"error: {folder / 'model.onnx'}: {reason}"
     assert not (tmp_path / "build").exists()
-
-
-def test_an_output_that_cannot_be_written_is_refused(folder, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    line = refused("tune", folder / "model.onnx", "-o", tmp_path / "file" / "build", "--machine", folder / "toy.yaml")
-    assert "file" in line
-
-
-def test_a_build_that_is_none_is_refused(tmp_path):
-    assert "tune" in refused("compare", tmp_path / "nothing")
-    assert "tune" in refused("run", tmp_path / "nothing", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz")
-
-
-def test_wrong_inputs_are_refused_by_name(built, folder, tmp_path):
-    directory, _ = built
-    np.savez(tmp_path / "wrong.npz", y=np.zeros((1, 16, 12, 12), np.float32))
-    line = refused("run", directory, "--input", tmp_path / "wrong.npz", "--output", tmp_path / "out.npz")
-    assert "'x'" in line
-    assert not (tmp_path / "out.npz").exists()
 
 
 def test_shape_options():

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,11 @@ import fusion
 from costmodel import ProjectError
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
-from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app
 from fusion.model.build_folder import Artifact, TensorInfo
 from fusion.model.named_arrays import to_tvm
 from fusion.model.tuned_model import LoadedProfile, TunedModel
+from tests.fusion.commands.test_cli import toy_machine
 
 pytest.importorskip("tvm")
 
@@ -83,23 +82,6 @@ def test_an_aligned_tensor_of_another_library_is_not_copied():
     assert taken.numpy()[0, 0] == 7.0
 
 
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        ((A,), "input 'b' is missing"),
-        ((A, B, B), "3 arrays given; the model takes a, b"),
-        (({"a": A, "b": B, "c": B},), "no input 'c'"),
-        ((A[:1], B), r"input 'a' has shape \(1, 3\), the model takes \(2, 3\)"),
-        ((A.astype(np.float64), B), "input 'a' is float64, the model takes float32"),
-        ((A, [[1, 2, 3], [4, 5, 6]]), "input 'b' is int64"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused_with_the_folder(model, arrays, words):
-    with pytest.raises(InputError, match=words) as caught:
-        model(*arrays)
-    assert str(caught.value).startswith(f"{model.folder}: ")
-
-
 def test_a_folder_that_is_no_build_is_named(tiny_build: Artifact, tmp_path):
     with pytest.raises(InputError, match="nowhere: no such build directory"):
         fusion.load("nowhere")
@@ -111,14 +93,6 @@ def test_a_folder_that_is_no_build_is_named(tiny_build: Artifact, tmp_path):
         fusion.load(tiny_build.directory, threads=4096)
     with pytest.raises(InputError, match="--threads 0: must be 1 or more"):
         fusion.load(tiny_build.directory, threads=0)
-
-
-def test_threads_share_a_model(model):
-    inputs = [np.full((2, 3), value, np.float32) for value in range(8)]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda each: model(each, each)["sum"], inputs * 20))
-    for array, given in zip(found, inputs * 20, strict=True):
-        np.testing.assert_array_equal(array, 2 * given)
 
 
 def program(code: str) -> subprocess.CompletedProcess[str]:
@@ -145,23 +119,6 @@ def test_what_cannot_be_done_after_a_load_is_said(tiny_build: Artifact, tiny_mod
     assert "before the first load, or in another process" in lines[0] == lines[1]
     assert lines[2].startswith("--threads 2: TVM runs with 1 threads in this process")
     assert "import fusion.analysis.fuse_conv_pairs before the first fusion.load" in lines[3]
-
-
-def toy_machine() -> Machine:
-    def flat(value: float) -> PerThreads:
-        return PerThreads(((1, value), (2, value)))
-
-    return Machine(
-        name="toy",
-        kind="cpu",
-        description="for tests",
-        compute={"float32": ComputeRate(flat(1e11), "invented for this test")},
-        memory=(
-            MemoryLevel("L1", 32 * 1024, False, flat(4e11), "invented for this test"),
-            MemoryLevel("DRAM", 1e9, True, flat(1e10), "invented for this test"),
-        ),
-        parallel_region=ParallelRegion(flat(1e-6), "invented for this test"),
-    )
 
 
 @pytest.fixture(scope="module")

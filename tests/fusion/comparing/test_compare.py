@@ -130,13 +130,6 @@ def test_identical_modules_are_timed_once(tiny_build: Artifact):
     assert twin == dataclasses.replace(tuned, engine="tvm-unfused", mode="identical to tuned: nothing fused")
 
 
-def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
-    mode = "2.13, eager; Inductor failed: [enforce fail at alloc.cpp:117] [/tmp] not writable"
-    row = EngineRow("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10)
-    print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
-    assert mode.split(": ")[1] in " ".join(capsys.readouterr().out.split())
-
-
 def test_errors_over_inputs_have_columns_of_their_own(capsys):
     row = EngineRow(
         "x", "mode", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.5, 0.125, 10,
@@ -191,12 +184,6 @@ def test_engines_of_int8_run_what_a_build_was_quantised_to(folder, tmp_path):
         quantized_file(changed, [X], [Y], None, tmp_path, [built])
 
 
-def test_a_model_without_a_quantised_file_says_how_to_make_one(folder, tmp_path):
-    alone = shutil.copy(folder / "net.onnx", tmp_path / "alone.onnx")
-    with pytest.raises(Unavailable, match="has no quantised file: `python -m fusion quantize .*alone.onnx --calib"):
-        quantized_file(Path(alone), [X], [Y], None, tmp_path)
-
-
 def test_a_quantised_file_of_an_older_model_is_not_taken(folder, tmp_path):
     changed = tmp_path / "net.onnx"
     changed.write_bytes((folder / "net.onnx").read_bytes() + b"\x82\x01\x00")  # an unknown field of protobuf
@@ -229,12 +216,6 @@ def test_a_quantised_file_is_rewritten_for_another_batch(folder, tmp_path):
     )
     single = np.concatenate([theirs.run(None, {"x": sample[None]})[0] for sample in samples])
     np.testing.assert_array_equal(ours.run(None, {"x": samples})[0], single)
-
-
-def test_a_named_quantised_file_is_checked_before_engines_load(tiny_build: Artifact, tiny_model: Path, monkeypatch):
-    monkeypatch.setattr(timing, "Worker", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(InputError, match="is not quantised"):
-        compare_command(tiny_build.directory, ["onnxruntime"], quantized=tiny_model)
 
 
 def test_errors_are_told_over_a_users_samples(fakes: None, tiny_build: Artifact, tmp_path: Path):

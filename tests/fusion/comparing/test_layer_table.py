@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fusion.comparing import layer_table as asked
-from fusion.comparing.engine import LayerTime, Unavailable, typical
-from fusion.comparing.layer_table import LayerTable, graph_node, join_layers, lost_layers, read_nodes
+from fusion.comparing.engine import LayerTime, Unavailable
+from fusion.comparing.layer_table import LayerTable, graph_node, join_layers, lost_layers
 from fusion.comparing.onnx_runtime import node_times
 
 # /a/Conv -> /a/Relu -> /b/Conv -> /Add (with /a/Relu) -> pool -> Gemm without a name
@@ -90,18 +90,6 @@ def test_layers_are_scaled_to_what_the_network_takes():
 def test_variables_derived_from_a_node_are_of_that_node():
     ours = [kernel("a_Relu_sums", 1), kernel("a_Relu", 9), *OURS[1:]]
     assert found(joined([kernel("a0", 5)], ours))["/a/Conv /a/Relu"] == (10, 5)
-
-
-def test_the_graph_is_read_from_the_file(tiny_model: Path):
-    onnx = pytest.importorskip("onnx")
-    nodes = read_nodes(tiny_model)
-    graph = onnx.load(tiny_model).graph
-    assert [node.outputs for node in nodes] == [tuple(each.output) for each in graph.node]
-
-
-def test_a_typical_duration_is_not_moved_by_an_outlier():
-    assert typical([3.0, 2.0, 1e6, 2.0, 3.0, 0.0, 2.0, 3.0]) == 2.5
-    assert typical([4.0]) == 4.0
 
 
 def test_events_of_onnx_runtime_become_nodes():

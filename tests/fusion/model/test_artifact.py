@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -92,24 +91,12 @@ def test_a_failed_write_keeps_the_old_build_and_nothing_of_the_new(build: Path, 
     read_artifact(build)
 
 
-def test_a_failed_first_write_leaves_no_directory(tmp_path: Path):
-    with pytest.raises(OutputError):
-        write_artifact(tmp_path / "new", MANIFEST_OF_TEST, {MODEL: Library(b"xx", OSError(errno.EACCES, "no"))}, {})
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_second_write_replaces_and_drops_a_module_that_is_gone(build: Path):
     write_artifact(build, MANIFEST_OF_TEST, {MODEL: Library(b"better")}, {})
     artifact = read_artifact(build)
     assert artifact.library(UNFUSED_MODULE) is None
     assert not (build / UNFUSED_MODULE).exists()
     assert (build / MODEL).read_bytes() == b"better"
-
-
-def test_other_files_of_the_directory_stay(build: Path):
-    (build / "records").mkdir()
-    write_artifact(build, MANIFEST_OF_TEST, {MODEL: Library(b"better")}, {})
-    assert (build / "records").is_dir()
 
 
 def damage(build: Path, how: str) -> None:
@@ -156,11 +143,6 @@ def test_damage_is_refused_in_one_line_that_names_the_file(build: Path, how: str
         read_artifact(build)
     assert str(build / file) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_no_directory_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="no such build directory"):
-        read_artifact(tmp_path / "nothing")
 
 
 def test_a_cpu_without_the_features_is_refused_by_their_names(build: Path):
@@ -231,26 +213,4 @@ def test_data_types_of_a_manifest_must_exist(build: Path, dtype: str, known: boo
         read_artifact(build)
     else:
         with pytest.raises(InputError, match=f"manifest.json: .*'{dtype}' is no data type; tune"):
-            read_artifact(build)
-
-
-def test_a_manifest_that_was_tampered_with_is_refused_in_plain_words(build: Path):
-    path = build / MANIFEST
-    whole = json.loads(path.read_text())
-    tensor = whole["inputs"][0]
-    changes: list[dict] = [{key: value} for key in whole for value in (None, 7, "text", [7], {"a": 7})]
-    changes += [{"inputs": [value]} for value in (7, {}, tensor | {"shape": 7}, tensor | {"shape": ["a"]})]
-    refused = 0
-    for change in changes:
-        path.write_text(json.dumps(whole | change))
-        try:
-            read_artifact(build)
-        except InputError as error:
-            refused += 1
-            assert re.search("object|argument|indices|attribute|subscript|iterable", str(error)) is None, error
-    texts = {"model_path", "model_sha256", "mcpu", "tvm_version"}  # may be any, and so may flags and threads of a kind
-    assert refused >= len(changes) - len(texts) - 3
-    for key in whole.keys() - {"layers", "measured", "checked", "precision"}:
-        path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
-        with pytest.raises(InputError, match=f"{key}: missing|format 1|lists no"):
             read_artifact(build)

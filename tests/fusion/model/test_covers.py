@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from fusion.model.conv_graph import FusionPlan, Group, cover, select, unfused_plan, unfused_seconds
-from tests.fusion.model.test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, node, site
-
-
-def test_a_group_of_two_nodes_is_fused_and_one_of_one_is_not():
-    assert Group((A, B), site(A, B).operator).is_fused
-    assert not Group((A,), A.operator).is_fused
-
-
-def test_operators_are_built_once_in_the_order_of_their_use():
-    again = node("again", A.operator)
-    plan = unfused_plan(SimpleNamespace(nodes=(C, A, again, B)))
-    assert plan.operators == (C.operator, A.operator, B.operator)
+from fusion.model.conv_graph import FusionPlan, Group, select
+from tests.fusion.model.test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, site
 
 
 def test_a_plan_fuses_a_site_only_if_one_kernel_computes_exactly_its_nodes():
     plan = FusionPlan((Group((A, B, C), site(A, B, C).operator), Group((D,), D.operator)))
     assert plan.fuses(site(A, B, C))
     assert not any(plan.fuses(other) for other in (site(A, B), site(B, C), site(B, A, C), site(C, D)))
-
-
-def test_time_apart_is_known_when_every_node_is():
-    seconds = {A.operator: 1.0, B.operator: 2.5}
-    assert unfused_seconds(site(A, B), seconds) == 3.5
-    assert unfused_seconds(site(A, C), seconds) is None
-    assert unfused_seconds(site(A, B), {A.operator: 0.0, B.operator: 0.0}) == 0.0
-
-
-def test_chosen_sites_are_kernels_and_all_other_nodes_too():
-    plan = cover(GRAPH, [site(B, C)])
-    assert chosen(plan) == ["a", "b+c", "d"]
-    assert [group.operator for group in plan.groups] == [A.operator, site(B, C).operator, D.operator]
 
 
 def test_of_equal_covers_the_one_with_fewer_fused_nodes_wins():

@@ -184,37 +184,6 @@ def test_networks_take_turns_for_some_seconds():
     assert runs(TURNS_SECONDS / LEAST_ROUNDS / 5) == 5 and runs(TURNS_SECONDS) == LEAST_RUNS
 
 
-def test_the_runner_is_asked_for_as_many_rounds_as_the_network_allows(tmp_path):
-    asked = []
-
-    class Counting(Networks):
-        def rehearse(self, programs, rounds=5, runs=12):
-            asked.append((len(programs), rounds))
-            return super().rehearse(programs, rounds, runs)
-
-    runner = Counting(lambda operator, tile: 1.0)
-    store = RehearsalStore(tmp_path, CPU, network_seconds=0.02)
-    rehearse(GRAPH, SITES, TWO_EACH, first(), store, runner)
-    assert asked[0][0] == 8 and all(count == rounds(0.02 * programs) for programs, count in asked)
-
-
-def test_a_rehearsal_that_would_end_too_late_is_not_affordable(tmp_path, monkeypatch):
-    """One network took 10 s; three more take turns at the end: two need 50 s."""
-    clock = [0.0]
-    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: clock[0])
-
-    class Slow(Networks):
-        def rehearse(self, programs, rounds=5, runs=12):
-            clock[0] += 10.0 * len(programs)
-            return super().rehearse(programs, rounds, runs)
-
-    store = RehearsalStore(tmp_path, CPU, end=65.0)
-    store.outcomes([first()], Slow(lambda operator, tile: 1.0))
-    assert store.affordable([first(2), first(3)])
-    clock[0] = 16.0
-    assert not store.affordable([first(2), first(3)]) and store.affordable([first()])
-
-
 def test_a_rehearsal_of_kernels_of_which_none_was_measured_finds_nothing(tmp_path):
     """On a busy machine a short budget may be over before the first measurement."""
     runner = Networks(lambda operator, tile: 1.0 / tile)

@@ -170,25 +170,6 @@ def test_time_that_the_end_does_not_need_goes_into_more_trials(tmp_path, monkeyp
     assert without.trials <= 13 < with_spare.trials <= 21 and clock[0] <= asked[0][1] + 9.0
 
 
-def test_what_was_compared_in_the_network_stays_where_there_is_no_time_to_compare_again():
-    """Trials since then found one kernel 5 % faster by itself, which says little of the network, and one 20 %."""
-    plan = FusionPlan(())
-    rehearsed = Rehearsed(plan, {DEPTHWISE: {"a": 1}, POINTWISE: {"a": 1}}, {POINTWISE: {"a": 1}}, {}, total=1e-5)
-    compared = network_tuning._Compared(rehearsed, {DEPTHWISE: 2e-6, POINTWISE: 2e-6})
-    later = TunedKernels(
-        {DEPTHWISE: {"a": 2}, POINTWISE: {"a": 3}},
-        {DEPTHWISE: 1.9e-6, POINTWISE: 1.6e-6},
-        None,
-        (),
-        8,
-        0,
-        interrupted=True,
-    )
-    kept = compared.with_later(later)
-    assert kept.configs == {DEPTHWISE: {"a": 1}, POINTWISE: {"a": 3}} and kept.unfused_configs == {POINTWISE: {"a": 3}}
-    assert kept.plan is plan and kept.total == 1e-5 and kept.interrupted
-
-
 def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
     with pytest.raises(TuningError), output_directory(tmp_path / "a" / "b"):
         raise TuningError("nothing works")
@@ -241,19 +222,6 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
         assert {template.work_split(config, CPU) for config in rehearsed} == {"channels"}  # 2 : 1
         assert kernels._measure_missing_splits([POINTWISE], trials=8) == []
         assert kernels._measure_missing_splits([DEPTHWISE], trials=1) == []
-
-
-@pytest.mark.parametrize(
-    "config, split",
-    [
-        ({}, "pixels"),
-        ({"channel_tasks": 1, "row_tasks": 4}, "pixels"),
-        ({"channel_tasks": 2, "row_tasks": 2}, "channels"),
-        ({"channel_tasks": 3, "row_tasks": 1}, "both"),
-    ],
-)
-def test_how_two_threads_share_the_work(config, split):
-    assert template_for(POINTWISE, CPU).work_split(config, CPU) == split
 
 
 def test_what_is_predicted_to_matter_most_is_measured_first(tmp_path):
