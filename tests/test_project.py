@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from costmodel.base.command_line import project_version
-from tests.source_imports import PACKAGES, frameworks
+from tests.source_imports import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -29,11 +28,6 @@ INSTALLED = ("fusion", "e2e", "peers", "models", "docs", "dev")  # extras of `ma
 def test_console_scripts_start_something_that_exists(name: str):
     module, _, function = SCRIPTS[name].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_console_scripts_are_those_of_nobody_else():
-    others = [each for each in entry_points(group="console_scripts") if each.name in SCRIPTS]
-    assert all(each.value.split(".")[0] in PACKAGES for each in others)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -74,26 +68,3 @@ def test_a_checkout_tells_its_own_version_and_others_what_is_installed(tmp_path:
     assert project_version(tmp_path) == project_version(tmp_path / "missing") != "7.7.7"
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "fusion-costmodel"\nversion = "7.7.7"\n')
     assert project_version(tmp_path) == "7.7.7"
-
-
-# --- marks of tests -------------------------------------------------------------------------------
-
-
-def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path):
-    sources = {
-        "test_none.py": "import json",
-        "test_direct.py": "def test():\n    import torch.nn",
-        "test_skipped.py": "import pytest\npytest.importorskip('tvm')",
-        "test_helped.py": "from tests.fusion.relax_models import relu",
-        "test_ours.py": "from e2e.capture.distributed.world import c10d",
-    }
-    for name, source in sources.items():
-        (tmp_path / name).write_text(source)
-    found = {name: set(frameworks(tmp_path / name)) for name in sources if name.startswith("test_")}
-    assert found == {
-        "test_none.py": set(),
-        "test_direct.py": {"torch"},
-        "test_skipped.py": {"tvm"},
-        "test_helped.py": {"tvm"},
-        "test_ours.py": {"torch"},
-    }
