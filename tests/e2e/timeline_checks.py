@@ -9,10 +9,8 @@ outlast what it lies in is dropped. An arrow binds to the slice on top of the st
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -20,17 +18,6 @@ Track = tuple[int, int]
 PHASES = frozenset("MXisfC")
 NAMES = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index",
          "thread_sort_index": "sort_index"}  # fmt: skip
-
-
-def read_timeline(path: Path) -> list[Event]:
-    content = path.read_bytes()
-    document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content, parse_constant=_no_number)
-    assert document["displayTimeUnit"] in ("ns", "ms")
-    return document["traceEvents"]
-
-
-def _no_number(text: str) -> float:
-    raise AssertionError(f"{text} is no number of JSON")
 
 
 def faults(events: list[Event]) -> list[str]:

@@ -246,37 +246,6 @@ def test_bad_arguments_are_one_line_and_status_two(capsys, tmp_path, arguments, 
     assert words in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def test_two_processes_do_not_write_one_table(tmp_path):
-    with Table(tmp_path, "t", ("a", "b"), ORIGIN, False) as table:
-        table.add(a=1, b=2)
-        with pytest.raises(OutputError, match=r"another process is writing t\.csv here"):
-            Table(tmp_path, "t", ("a", "b"), ORIGIN, True)
-        with Table(tmp_path, "other", ("a", "b"), ORIGIN, False):  # another table beside it may be written
-            pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.csv", "other.json", "t.csv", "t.json"]
-
-
-def test_a_run_that_is_killed_while_it_notes_itself_loses_no_row(tmp_path, monkeypatch):
-    """What is written anew, when a table is gone on with, is the old file or the new one."""
-    with Table(tmp_path, "t", ("a", "b"), ORIGIN, False) as table:
-        table.add(a=1, b=2)
-    with (tmp_path / "t.csv").open("a") as file:
-        file.write("3")  # cut off
-    for name in ("t.json", "t.csv"):
-
-        def killed(path, target, name=name, replace=Path.replace):
-            if Path(target).name == name:
-                raise SystemExit
-            return replace(path, target)
-
-        monkeypatch.setattr(Path, "replace", killed)
-        with pytest.raises(SystemExit):
-            Table(tmp_path, "t", ("a", "b"), ORIGIN, True)
-        monkeypatch.undo()
-    with Table(tmp_path, "t", ("a", "b"), ORIGIN, True) as table:
-        assert table.rows == [{"a": "1", "b": "2"}]
-
-
 def test_the_command_writes_the_table_and_resumes_it(capsys, tmp_path):
     command = ["measure", "--suite", "kernels", "--device", "cpu", "--minutes", "0.02", "-o", str(tmp_path)]
     assert main(command) == 0

@@ -21,11 +21,8 @@ from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph
 from e2e.step.options import StepOptions
-from lab.data.data_folder import data_folder
 from tests.case_lists import one_in
 
-ROOT = Path(__file__).resolve().parents[3]
-LABELLED = data_folder() / "neusight" / "model_configs"
 INFERENCE = StepOptions(mode="inference")
 
 # Sizes published with each model: torchvision (ResNet-50, Inception-V3 with auxiliary classifier), the Hugging Face
@@ -260,18 +257,3 @@ def test_configuration_files(tmp_path: Path):
         assert str(path) in str(caught.value)
     with pytest.raises(InputError, match="cannot be read"):
         build_from_file(tmp_path / "none.json", 1)
-
-
-@pytest.mark.parametrize("name", ["bert_large", "gpt2_large", "gpt3_xl", "gpt3_27", "opt_13"])
-def test_configurations_of_the_measured_models_build(name: str):
-    if not LABELLED.is_dir():
-        pytest.skip(f"{LABELLED} is absent: the public measurements are not on this machine")
-    presets = {
-        "bert_large": "bert-large",
-        "gpt2_large": "gpt2-large",
-        "gpt3_xl": "gpt3-xl",
-        "gpt3_27": "gpt3-2.7b",
-        "opt_13": "opt-1.3b",
-    }
-    module = build_from_file(LABELLED / f"{name}.json", 1, 64, INFERENCE).module
-    assert sum(p.numel() for p in module.parameters()) == parameters(presets[name])

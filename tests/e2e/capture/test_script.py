@@ -204,17 +204,6 @@ def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):
     assert [task.operators[0].size_bytes for task in tasks if task.kind == "copy"] == [4 * 8 * 4] * 2
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("torch.cuda.CUDAGraph()", "let its step run as it is and give --cuda-graph"),
-    ],
-)
-def test_what_is_not_captured_is_refused_in_clear_words(script, line: str, message: str):
-    with pytest.raises(ModelError, match=message):
-        load_script(script(f"import torch\n\ndef make_step():\n    return {line}\n"))
-
-
 LIBRARY_MODEL = """
 import torch
 

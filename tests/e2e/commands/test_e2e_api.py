@@ -36,14 +36,6 @@ def make_step(batch_size, width=128):
     return model, step
 
 
-def ddp_step(batch_size: int = 8):
-    torch.distributed.init_process_group("nccl")
-    module, _ = make_step(batch_size)
-    model = torch.nn.parallel.DistributedDataParallel(module.cuda())
-    data = torch.randn(batch_size, 64, device="cuda")
-    return model, lambda: model(data).sum().backward()
-
-
 def failing_step(batch_size):
     raise RuntimeError("no such layer")
 
@@ -82,17 +74,6 @@ def test_a_function_is_as_good_as_the_file_it_is_in(tmp_path):
     same = {"workload": "", "asked": ()}  # which file it is
     assert {**function.to_json(), **same} == {**file.to_json(), **same}
     assert ask(script=partial(make_step, width=4096)).gpu_active_seconds > function.gpu_active_seconds
-
-
-def test_a_function_of_several_ranks():
-    step = e2e.predict(script=ddp_step, gpu="h100-sxm", gpus=8)
-    assert step.gpus == 8 and [each.kind for each in step.collectives] == ["all_reduce"]
-
-
-def test_files_are_written(tmp_path):
-    e2e.predict(script=make_step, gpu="t4", timeline=tmp_path / "t.json", report=str(tmp_path / "r.html"))
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_step_that_does_not_fit_is_an_answer():
@@ -205,21 +186,6 @@ def test_a_sweep_ranks_what_predict_says(tmp_path):
     spread = ("--parallel", "dp=2", "--parallel", "tp=2", "--parallel", "dp=4")
     record = printed("sweep", "--model", "gpt2", *words, *spread, "-o", tmp_path)
     assert [row["iteration_seconds"] for row in record["rows"]] == [row.iteration_seconds for row in ranking]
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"gpus": (8, 0)}, "--gpus 0"),
-        ({"parallel": ["dp=8", "dp=x"]}, "dp=x"),
-        ({"global_batch": 7, "batch_size": 2}, "--global-batch 7: divides for no way"),
-        ({"model": "gpt9"}, "gpt9"),
-        ({"workers": 2, "ray": "auto"}, "--workers counts processes of this machine"),
-    ],
-)
-def test_what_a_sweep_cannot_be_asked_is_an_error(asked, words):
-    with pytest.raises(InputError, match=words):
-        e2e.sweep(**{"model": "gpt2", "gpu": "h100-sxm", "gpus": 8, **asked})
 
 
 UNGUARDED = """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from e2e.explain.breakdowns import phase_seconds, phase_spans
 from e2e.report.html_report import (
     covered_share,
     host_seconds,
@@ -65,18 +63,6 @@ def test_pixels_have_the_share_that_pieces_cover():
     begins, ends = np.array([2.25, 0.5, 9.0]), np.array([2.5, 1.5, 10.0])
     assert covered_share(begins, ends, edges) == pytest.approx([0.5, 0.5, 0.25, 0.0])
     assert covered_share(np.array([-1.0]), np.array([10.0]), edges) == pytest.approx(1.0)
-
-
-def test_phase_spans_are_what_phase_seconds_sum():
-    result = predict_step(step(), setting(1.0, 1e-3))
-    rank = result.graph.ranks[0]
-    spans = phase_spans(rank, result.timeline, result.iteration)
-    low, high = result.timeline.window(result.iteration)
-    assert spans[0][1] == low and spans[-1][2] == high
-    assert all(one[2] == other[1] and one[0] != other[0] for one, other in pairwise(spans))
-    sums = phase_seconds(rank, result.timeline, result.iteration)
-    for phase in ("forward", "backward", "optimizer"):
-        assert getattr(sums, phase) == pytest.approx(sum(end - begin for name, begin, end in spans if name == phase))
 
 
 def test_operators_have_their_launches_times_and_limits():

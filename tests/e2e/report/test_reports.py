@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.explain.critical_path import PathPart
 from e2e.explain.prediction import Advice, Alternative, AskedValue, LargestBatch, WhatIfRow, throughput_of
 from e2e.explain.utilisation import GpuPrice, StepEnergy, cost_of
 from e2e.report.html_report import render_page, write_report
 from e2e.report.tables import number_text
-from e2e.report.text_report import PLAIN_WIDTH, render, show
+from e2e.report.text_report import PLAIN_WIDTH, render
 from e2e.step.memory import MemoryUsage
 from tests.e2e.toy_predictions import predict_ranks, predict_step, reduced, setting, step
 from tests.web_pages import read_page
@@ -211,14 +210,3 @@ def test_the_exit_status_says_whether_a_step_fits(monkeypatch, gib, status, word
         done = CliRunner().invoke(app, ["predict", "--model", "gpt2", "--gpu", "v100-pcie-32gb", *more])
         assert done.exit_code == status, done.output
         assert word in done.stdout if not more else json.loads(done.stdout)["memory_verdict"]
-
-
-def test_a_step_that_does_not_fit_ends_in_its_reason_whatever_the_warnings_say(capsys):
-    result = predict_ranks(reduced((10.0, 16.0)), memory=memory(1, 64 << 30), warnings=["does not fit: a decoy"])
-    with pytest.raises(
-        InputError,
-        match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 31.3 GiB for tensors: ",
-    ):
-        show(result.prediction)
-    assert "DOES NOT FIT" in capsys.readouterr().out
-    show(predict_ranks(reduced((10.0, 16.0)), warnings=["does not fit: a decoy"]).prediction, as_json=True)

@@ -118,30 +118,6 @@ def test_models_of_pictures_are_told_what_they_take(configuration, content, told
     assert told in line and "config.json" in line
 
 
-# --- steps that read what a capture does not have -------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("step", "told"),
-    [
-        ("layer(rows).detach().numpy()", "write .cpu().numpy()"),
-        ("layer.weight.numpy()", "write .cpu().numpy()"),
-        ("np.asarray(layer(rows).detach())", "write .cpu().numpy()"),
-        ("layer(torch.randn(4, 8, device='cpu'))", "move it with .to('cuda')"),
-        ("layer(rows) + torch.ones(4, 8, device='cpu')", "move it with .to('cuda')"),
-        ("torch.cat([layer(rows), torch.ones(4, 8, device='cpu')])", "move it with .to('cuda')"),
-    ],
-)
-def test_what_to_write_instead_is_one_line(script, step, told):
-    line = the_line("--script", script(step), "--mode", "inference")
-    assert "train.py:8: " in line and told in line and "meta" not in line
-
-
-def test_boolean_masks_are_captured(script):
-    done = predict("--script", script("y = layer(rows); y[y > 0].sum().backward()"))
-    assert done.exit_code == 0, done.stderr
-
-
 # --- files that are written -----------------------------------------------------------------------
 
 
@@ -193,11 +169,6 @@ def test_a_tensor_larger_than_any_memory_is_told(configuration, parallel):
     sizes = ("--batch-size", 2**31 - 1, "--sequence-length", 2**31 - 1)
     line = the_line("--model-config", model, *sizes, *parallel)
     assert "elements is larger than any memory; give a smaller batch, shorter sequences" in line
-
-
-def test_a_tensor_of_a_script_larger_than_any_memory_is_told(script):
-    line = the_line("--script", script("torch.empty(2**40, 2**30, device='cuda')"))
-    assert "train.py:8: a tensor of [1099511627776, 1073741824] elements is larger than any memory" in line
 
 
 @pytest.mark.parametrize(

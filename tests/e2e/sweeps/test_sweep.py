@@ -30,9 +30,6 @@ from e2e.sweeps.sweep_space import (
     SweepCell,
     SweepRequest,
     cells_of,
-    experts_of,
-    parse_counts,
-    parse_names,
     ways_to_spread,
 )
 from e2e.sweeps.worker_process import each_in_processes
@@ -122,11 +119,6 @@ def test_experts_are_whole_or_divided_as_far_as_a_node_allows():
     assert not any(spec.ep > 1 for spec in ways_to_spread(SweepRequest("m"), gpus=16, gpus_per_node=8))
 
 
-def test_the_number_of_experts_is_in_the_configuration():
-    assert experts_of({"model_type": "mixtral", "num_local_experts": 8}) == 8
-    assert experts_of({"model_type": "llama"}) == 0
-
-
 def test_a_global_batch_sets_the_micro_batches():
     found = list(ways_to_spread(SweepRequest("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
     assert ParallelSpec(dp=4, micro_batches=4) in found  # 32 sequences / (2 per micro-batch x 4 replicas)
@@ -152,16 +144,6 @@ def test_recomputation_is_tried_in_order():
     eight = ParallelSpec(dp=8)
     assert SweepCell("g", 8, eight, ("none", "full")).specs() == (eight, ParallelSpec(dp=8, recompute="full"))
     assert SweepCell("g", 8, eight).specs() == (eight,)
-
-
-def test_lists_of_the_command_line():
-    assert parse_counts("8,64", "--gpus") == [8, 64]
-    assert parse_names("a, b", "--gpu") == ["a", "b"]
-    for wrong in ("8,,2", "eight", "0", "-1"):
-        with pytest.raises(InputError, match="--gpus"):
-            parse_counts(wrong, "--gpus")
-    with pytest.raises(InputError, match="empty"):
-        parse_names("a,", "--gpu")
 
 
 # --- what is kept ---------------------------------------------------------------------------------
