@@ -7,7 +7,6 @@ import io
 import json
 import tarfile
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from e2e.step.operator_trace import Tensor, tensors
 from e2e.traces.execution_trace import read_execution_trace
 from e2e.traces.json_stream import archive_members, read_members
 from e2e.traces.step_window import read_last_step
-from tests.e2e.recorded_traces import DLRM_ET, LINEAR_ET, recorded
 
 WEIGHT = [5, 6, 0, 32, 4, "cuda:0"]
 
@@ -227,28 +225,3 @@ def test_long_numbers_stay_exact(tmp_path: Path) -> None:
     values = dict(read_members(path))
     assert [str(value) for _, value in read_members(path)][:2] == ["1712195495519689.047", "0.5"]
     assert (values["b"], values["c"]) == (12345678901234567890, "é")
-
-
-@pytest.mark.parametrize(
-    ("name", "calls", "threads", "groups"),
-    [
-        (LINEAR_ET, 926, {0: 309, 1: 617}, {}),
-        ("execution_traces/1.0.3-chakra.0.0.4/resnet_1gpu_et.json.gz", 14346, {0: 7161, 1: 7185}, {}),
-        ("execution_traces/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz", 14346, {0: 7161, 1: 7185}, {"0": (0, 1)}),
-        ("execution_traces/resnet_1gpu_et.json.tar.gz", 14346, {0: 7161, 1: 7185}, {"0": (0,)}),
-        ("execution_traces/hf_GPT2_et.json.tar.gz", 27149, {0: 16059, 1: 11090}, {}),
-        ("execution_traces/pt2_et.json.tar.gz", 14, {0: 14}, {}),
-        ("execution_trace_simple_add/benchmark_simple_add_et.json.gz", 28, {0: 28}, {}),
-        (f"{DLRM_ET}/dlrm_pytorch_et/dlrm_eg_5.json", 1633, {0: 954, 1: 679}, {}),
-    ],
-)
-def test_real_traces(name: str, calls: int, threads: dict[int, int], groups: dict[str, tuple[int, ...]]) -> None:
-    trace = read_execution_trace(recorded(name))
-    assert len(trace.calls) == calls
-    assert Counter(call.thread for call in trace.calls) == threads
-    assert trace.process_groups == groups
-    seen: set[int] = set()
-    for call in trace.calls:
-        assert call.parent is None or call.parent in seen
-        seen.add(call.id)
-    assert not any(call.name.startswith(("[pytorch", "ProfilerStep", "Optimizer.", "nccl:")) for call in trace.calls)

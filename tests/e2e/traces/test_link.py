@@ -9,11 +9,9 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.execution_trace import read_execution_trace
-from e2e.traces.json_stream import archive_members
 from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.linked_trace import link
-from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, LINEAR, LINEAR_ET, MAIN, Profile, recorded
+from tests.e2e.recorded_traces import AUTOGRAD, MAIN, Profile
 
 NAMES = ("aten::linear", "aten::addmm", "aten::relu", "aten::relu")
 
@@ -104,19 +102,3 @@ def test_pairs_that_do_not_belong_together(tmp_path: Path) -> None:
 
 def with_shape(kineto: KinetoTrace) -> object:
     return replace(kineto.operators[4], shapes=([2, 3],))
-
-
-def test_real_linear_pair() -> None:
-    linked = link(read_execution_trace(recorded(LINEAR_ET)), read_kineto(recorded(LINEAR)))
-    assert (linked.linked_operators, linked.total_operators) == (926, 926)
-    assert (linked.linked_device, linked.total_device) == (261, 261)
-
-
-def test_real_ranks_are_not_mixed_up() -> None:
-    trace = read_execution_trace(recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json")
-    other = next(name for name in archive_members(recorded(DLRM)) if "worker1_" in name)
-    kineto = read_kineto(recorded(DLRM) / other)
-    with pytest.raises(InputError, match="process 59811 and process 59812"):
-        link(trace, kineto)
-    with pytest.raises(InputError, match="cuda:0 and cuda:1"):
-        link(replace(trace, pid=None), kineto)

@@ -12,7 +12,7 @@ from e2e.sources.requests import Recording
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from e2e.traces.step_window import choose_step, doubts, iterations
-from tests.e2e.recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
+from tests.e2e.recorded_traces import Profile
 
 US = 1e-6
 
@@ -50,14 +50,6 @@ def test_repetition_stands_for_step_annotations(tmp_path: Path) -> None:
         profile.launch(100 * i + 22, 2, 100 * i + 30, 5)
     found = iterations(read_kineto(profile.write(tmp_path / "k.json")))
     assert [us(window.start) for window in found] == [0, 100, 200, 300, 400]
-
-
-@pytest.mark.parametrize(("name", "count"), [(LINEAR, 40), (RESNET_V100, 5), (RESNET_A100, 3)])
-def test_real_iterations(name: str, count: int) -> None:
-    """The first is found by repetition, the others by the profiler's steps; windows follow without a gap."""
-    found = iterations(read_kineto(recorded(name)))
-    assert len(found) == count
-    assert [window.end for window in found[:-1]] == [window.start for window in found[1:]]
 
 
 @pytest.mark.parametrize("category", ["user_annotation", "cpu_op", "Operator"])
