@@ -9,22 +9,10 @@ import pytest
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.instructions import (
-    AWAIT,
-    HOST,
-    LAUNCH,
-    NO_SLOT,
-    RECORD,
-    SHARED,
-    SIGNAL,
-    SYNCHRONIZE_DEVICE,
-    SYNCHRONIZE_EVENT,
-    SYNCHRONIZE_STREAM,
-    WAIT,
     CompiledRank,
     action_label,
     compile_graph,
 )
-from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import (
     Action,
     Await,
@@ -101,14 +89,6 @@ def test_every_kind_of_work_needs_a_finite_time(value: float | None, told: str):
     assert refusal(launch) == f"drawn: rank 2, thread 'main', action 0 (launch of gemm) {told}"
 
 
-def test_work_may_take_no_time_at_all():
-    d = Drawing()
-    d.host(0)
-    d.kernel("nothing", 0, launch=0)
-    d.synchronize(cost=0)
-    assert simulate(together(d)).step_seconds == 0
-
-
 def test_a_synchronisation_is_of_a_stream_or_an_event():
     d = Drawing()
     d.add(Synchronize(7, 1, seconds(1)))
@@ -118,56 +98,6 @@ def test_a_synchronisation_is_of_a_stream_or_an_event():
 
 
 # --- what comes out --------------------------------------------------------------------------------
-
-
-def test_threads_streams_and_tasks_are_numbered_through():
-    d = Drawing(5)
-    d.host(2)
-    d.kernel("a", 3, stream=9, launch=0.5)
-    d.kernel("b", 4, stream=7, thread="other")
-    d.kernel("c", 5, stream=9, thread="other")
-    found = program(d)
-    assert (found.rank, found.actions, found.tasks, found.nodes) == (5, 4, 3, 7)
-    assert [(thread.name, thread.first, len(thread.code)) for thread in found.threads] == [
-        ("main", 0, 2), ("other", 2, 2)]  # fmt: skip
-    assert found.streams == (9, 7) and found.task_streams == [0, 1, 0]
-    assert found.launches == [1, 2, 3] and found.seconds == [3, 4, 5]
-    assert found.collectives == found.loads == found.links == {}
-
-
-def test_every_action_is_one_instruction():
-    d = Drawing()
-    d.host(2)
-    d.kernel("a", 3, stream=9, launch=0.5)
-    d.collective("c", 4, 0, ranks=(0,), stream=8, launch=0.25)
-    d.add(RecordEvent(5, 8), StreamWait(5, 9), Signal(3), Await(4))
-    d.synchronize(stream=9, cost=1)
-    d.synchronize(event=6, cost=2)
-    d.synchronize(cost=3)
-    found = program(d)
-    assert (found.streams, found.events, found.flags) == ((9, 8), (5, 6), (3, 4))
-    assert found.threads[0].code == [
-        (HOST, 2, NO_SLOT, NO_SLOT, 0),
-        (LAUNCH, 0.5, 0, 0, 3),
-        (SHARED, 0.25, 1, 1, 4),
-        (RECORD, 0, 0, 1, 0),
-        (WAIT, 0, 0, 0, 0),
-        (SIGNAL, 0, 0, NO_SLOT, 0),
-        (AWAIT, 0, 1, NO_SLOT, 0),
-        (SYNCHRONIZE_STREAM, 1, NO_SLOT, 0, 0),
-        (SYNCHRONIZE_EVENT, 2, 1, NO_SLOT, 0),
-        (SYNCHRONIZE_DEVICE, 3, NO_SLOT, NO_SLOT, 0),
-    ]
-
-
-def test_collectives_and_links_are_kept_by_task():
-    d = Drawing(0)
-    d.kernel("a", 3)
-    d.collective("c", 2, 0)
-    d.tasks[1] = replace(d.tasks[1], links=(("network", 0.5),))
-    found = program(d)
-    assert found.collectives == {1: (d.tasks[1].collective, 2)}
-    assert found.links == {1: (("network", 0.5),)}
 
 
 @pytest.mark.parametrize(

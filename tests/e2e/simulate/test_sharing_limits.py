@@ -21,21 +21,6 @@ def ends(sharing: LinkSharing) -> dict[str, float]:
     return found
 
 
-def test_what_ends_makes_room_for_what_begins_at_the_same_moment():
-    sharing = LinkSharing()
-    sharing.add("a", 0.0, 1.0, {"link": 1.0})
-    sharing.add("b", 1.0, 1.0, {"link": 1.0})
-    steps = [(sharing.next_moment(), sharing.step()) for _ in range(4)]
-    assert [(moment, ended and ended.what) for moment, ended in steps] == [(0, None), (1, "a"), (1, None), (2, "b")]
-
-
-def test_no_share_of_a_link_is_no_use_of_it():
-    sharing = LinkSharing()
-    for name, share in (("a", 1.0), ("b", 1.0), ("c", 0.0)):
-        sharing.add(name, 0.0, 4.0, {"link": share})
-    assert ends(sharing) == {"a": 8, "b": 8, "c": 4}
-
-
 def test_more_than_the_whole_of_a_link_is_the_whole():
     sharing = LinkSharing()
     sharing.add("a", 0.0, 4.0, {"link": 2.0})
@@ -48,15 +33,6 @@ def test_a_kernel_keeps_a_twentieth_of_its_speed_where_collectives_hold_everythi
     sharing.add("collective", 0.0, 4.0, {"memory": 0.5}, {"memory": 1.0})
     sharing.add_kernel("kernel", 0.0, 3.0, "memory", 1.0)
     assert ends(sharing) == {"collective": pytest.approx(6), "kernel": pytest.approx(8.8)}
-
-
-def test_two_collectives_hold_the_sum_of_what_they_hold():
-    """A quarter each of a memory that has room for all: the kernel, busy half of its time, runs at 1 - 1/2 x 1/2."""
-    sharing = LinkSharing()
-    for name in ("one", "two"):
-        sharing.add(name, 0.0, 8.0, {"memory": 0.25}, {"memory": 0.25})
-    sharing.add_kernel("kernel", 0.0, 3.0, "memory", 0.5)
-    assert ends(sharing) == {"one": 8, "two": 8, "kernel": pytest.approx(4)}
 
 
 def test_what_is_held_of_another_gpu_slows_nobody_here():

@@ -45,19 +45,6 @@ def test_eight_iterations_unless_told_otherwise():
     assert steady.timeline.iterations == 8 and steady.period_seconds == 15 and steady.spread == 0.0
 
 
-def test_two_iterations_are_enough_for_a_period():
-    d = Drawing()
-    d.host(3)
-    d.kernel("a", 10)
-    steady = simulate_iterations(together(d), 2)
-    assert (steady.period_seconds, steady.spread) == (10, 0)
-
-
-def test_iterations_without_work_take_no_time_and_differ_by_nothing():
-    steady = simulate_iterations(together(Drawing()), 2)
-    assert (steady.period_seconds, steady.spread, steady.settled) == (0.0, 0.0, True)
-
-
 @pytest.mark.parametrize(("spread", "settled"), [(0.0, True), (1e-6, True), (1.1e-6, False), (0.1, False)])
 def test_settled_is_alike_to_a_millionth(spread: float, settled: bool):
     timeline = simulate(together(Drawing()))

@@ -37,26 +37,6 @@ def test_actions_follow_each_other_over_iterations(timeline: Timeline):
     assert timeline.action(2, "main", 0, 1) == Span(3, 3, 5, 10, order, 10, order)
 
 
-def test_a_synchronisation_waits_for_the_task_of_its_iteration(timeline: Timeline):
-    order, wait = Edge.PROGRAM_ORDER, Edge.SYNCHRONISATION
-    assert timeline.action(4, "main", 2) == Span(2, 7, 7, 1, order, 3, wait)
-    assert timeline.action(4, "main", 2, 1) == Span(9, 14, 14, 5, order, 7, wait)
-
-
-def test_an_await_waits_for_the_signal_of_its_iteration(timeline: Timeline):
-    order = Edge.PROGRAM_ORDER
-    assert timeline.action(2, "other", 0) == Span(0, 3, 3, None, Edge.NONE, 10, Edge.FLAG)
-    assert timeline.action(2, "other", 0, 1) == Span(4, 6, 6, 12, order, 17, Edge.FLAG)
-
-
-def test_a_task_starts_after_its_launch_or_after_its_stream(timeline: Timeline):
-    assert timeline.task(4, 0) == Span(2, 2, 7, 1, Edge.LAUNCH, 1, Edge.LAUNCH)
-    assert timeline.task(4, 0, 1) == Span(9, 9, 14, 5, Edge.LAUNCH, 5, Edge.LAUNCH)
-    assert timeline.task(2, 0, 1) == Span(6, 6, 9, 16, Edge.LAUNCH, 16, Edge.LAUNCH)
-    assert timeline.task(2, 1) == Span(4, 4, 8, 12, Edge.LAUNCH, 12, Edge.LAUNCH)
-    assert timeline.task(2, 1, 1) == Span(8, 8, 12, 14, Edge.STREAM_ORDER, 14, Edge.STREAM_ORDER)
-
-
 @pytest.mark.parametrize(
     ("node", "position", "iteration", "action", "task"),
     [(0, 0, 0, 0, None), (2, 0, 0, 2, None), (3, 0, 0, None, 0), (4, 0, 1, 0, None), (7, 0, 1, None, 0),
@@ -66,13 +46,6 @@ def test_a_task_starts_after_its_launch_or_after_its_stream(timeline: Timeline):
 def test_every_number_is_one_node(timeline: Timeline, node, position, iteration, action, task):
     assert timeline.place(node) == TaskPlace(position, iteration, action, task)
     assert timeline.locate(node) == (position, action if task is None else (3, 5)[position] + task)
-
-
-def test_ends_of_iterations_and_of_ranks(timeline: Timeline):
-    assert timeline.rank_ends(4) == (7, 14) and timeline.rank_ends(2) == (8, 12)
-    assert timeline.iteration_ends == (8, 14) and timeline.iteration_seconds == (8, 6)
-    assert timeline.step_seconds == 14
-    assert (timeline.window(0), timeline.window(1)) == ((0, 8), (8, 14))
 
 
 def test_times_of_tasks_by_iteration(timeline: Timeline):
@@ -86,30 +59,6 @@ def test_graphs_compute_and_copies_do_not():
         d.kernel(kind, value, kind=kind, launch=0)
     found = simulate(together(d)).activity(0)
     assert (found.active, found.compute, found.communication) == (9, 3, 0)
-
-
-def test_a_collective_tells_for_whom_it_waited():
-    """Ranks 1 and 5 come at 1 and at 4; tasks are nodes 2 and 5 in turn."""
-    drawings = [Drawing(1), Drawing(5)]
-    for d, late in zip(drawings, (0, 3), strict=True):
-        d.host(late)
-        d.collective("nccl", 2, 0, ranks=(1, 5))
-    timeline = simulate(together(*drawings))
-    assert timeline.task(1, 0) == Span(1, 4, 6, 1, Edge.LAUNCH, 5, Edge.RENDEZVOUS)
-    assert timeline.task(5, 0) == Span(4, 4, 6, 4, Edge.LAUNCH, 4, Edge.LAUNCH)
-
-
-def test_what_follows_an_event_of_another_stream_says_so():
-    d = Drawing()
-    d.kernel("a", 5, stream=1)
-    d.event(0, record=1, wait=2)
-    d.kernel("b", 1, stream=2)
-    d.event(1, record=2, wait=2)
-    d.kernel("c", 1, stream=2)
-    timeline = simulate(together(d))
-    a, b = (len(d.threads["main"]) + task for task in (0, 1))
-    assert timeline.task(0, 1) == Span(6, 6, 7, a, Edge.EVENT, a, Edge.EVENT)
-    assert timeline.task(0, 2) == Span(7, 7, 8, b, Edge.STREAM_ORDER, b, Edge.STREAM_ORDER)
 
 
 def test_an_unknown_rank_is_named_with_those_there_are():
