@@ -4,19 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.cpu.roofline import fused_tile, fused_tiles, input_rows
+from costmodel.cpu.roofline import fused_tile, fused_tiles
 from costmodel.operators.layers import Conv2d, FusedConvs
 
 # 1x1 from 2 to 4 channels, then depthwise 3x3, on 4 x 4 pixels.
 POINTWISE = Conv2d(1, 2, 4, 4, 4, (1, 1))
 DEPTHWISE = Conv2d(1, 4, 4, 4, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)
 PROJECTION = Conv2d(1, 4, 4, 4, 3, (1, 1))
-
-
-def test_input_rows_of_a_window():
-    assert [input_rows(DEPTHWISE, row, row + 1) for row in range(4)] == [(0, 2), (0, 3), (1, 4), (2, 4)]
-    strided = Conv2d(1, 4, 5, 5, 4, (3, 3), stride=(2, 2), groups=4)
-    assert input_rows(strided, 1, 2) == (2, 5)
 
 
 def test_pointwise_before_depthwise_recomputes_its_halo():
@@ -58,12 +52,6 @@ def test_a_pair_with_a_dense_window_slides_too():
     assert tile.count == 4 and tile.recomputation == (10 / 8, 1.0) and tile.input_factor == 12 / 8
     # Four rows in between with all channels, all weights.
     assert tile.resident_bytes == (4 * 4 * 4 + 2 * 4 * 9 + 4 * 3 * 9) * 4
-
-
-def test_a_pair_that_ends_in_a_depthwise_window_keeps_all_channels():
-    first = Conv2d(1, 2, 4, 4, 4, (3, 3), padding=(1, 1, 1, 1))
-    tile = fused_tile(FusedConvs((first, DEPTHWISE)), rows=4, lanes=2)
-    assert tile.resident_bytes == (4 * 4 * 4 + 2 * 4 * 9 + 4 * 9) * 4
 
 
 @settings(max_examples=40, deadline=None)

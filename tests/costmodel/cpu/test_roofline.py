@@ -70,22 +70,11 @@ def test_weights_are_found_where_the_rest_of_the_network_left_them(toy):
     assert report.memory_seconds_by_level == pytest.approx({"L2": 6.4, "DRAM": 40})
 
 
-def test_residual_is_read(toy):
-    added = dataclasses.replace(SQUARE, epilogue=Epilogue(residual="before_activation"))
-    assert explain_operator(added, toy, 1).memory_seconds == pytest.approx((720 + 160) / 50)
-
-
 def test_write_bandwidth_prices_the_output(toy):
     level = toy.memory[1]
     slow = dataclasses.replace(level, write_bandwidth=toy.memory[2].bandwidth)
     machine = dataclasses.replace(toy, memory=(toy.memory[0], slow, toy.memory[2]))
     assert explain_operator(SQUARE, machine, 1).memory_seconds == pytest.approx(560 / 50 + 160 / 10)
-
-
-def test_idle_threads_cost(toy):
-    # Three units of work (one row x three channels) on two threads: the busiest has two of 1.5.
-    report = explain_operator(Dense(rows=1, in_features=50, out_features=3), toy, threads=2)
-    assert report.compute_seconds == pytest.approx(300 / 200 * 2 / 1.5)
 
 
 def test_operands_bound_a_depthwise_convolution(vector_toy):
@@ -116,16 +105,6 @@ def test_fused_pair_by_hand(toy):
     assert memory == {"input": 512, "weights": 544, "output": 512, "intermediate": 1024}
     assert report.memory_seconds == pytest.approx((512 + 544 + 512 + 1024) / 50)
     assert report.seconds == pytest.approx(max(43.52, 51.84))
-
-
-def test_fusing_saves_a_parallel_region_and_memory_traffic(toy):
-    # A pair whose intermediate (16 x 16 x 16 x 4 B) lives in DRAM when it is stored.
-    first = Conv2d(1, 16, 16, 16, 16, (3, 3), padding=(1, 1, 1, 1), groups=16)
-    second = Conv2d(1, 16, 16, 16, 16, (1, 1))
-    fused = explain_operator(FusedConvs((first, second)), toy, threads=2)
-    apart = [explain_operator(conv, toy, threads=2) for conv in (first, second)]
-    assert fused.levels["intermediate"] == "L2" and {each.levels["output"] for each in apart} == {"DRAM"}
-    assert fused.seconds < sum(each.seconds for each in apart) - 2 * 16384 / 10 / 2
 
 
 def test_a_tile_that_fits_the_private_caches_is_preferred(toy):
