@@ -13,7 +13,7 @@ from costmodel.base.errors import SimulationError
 from e2e.explain.critical_path import CriticalPath, Segment, critical_path
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge
-from e2e.step.execution_graph import Await, CallInfo, ExecutionGraph, Signal
+from e2e.step.execution_graph import ExecutionGraph
 from tests.e2e.drawn_graphs import Drawing, random_graph, together
 from tests.e2e.toy_predictions import predict_ranks, reduced
 
@@ -72,31 +72,6 @@ def test_an_item_in_the_middle_puts_device_and_host_one_after_the_other():
     ]
     assert path.segments[2].edge is Edge.SYNCHRONISATION
     assert math.fsum(segment.seconds for segment in path.segments if segment.edge is Edge.SYNCHRONISATION) == 2
-
-
-def test_the_path_goes_through_the_autograd_thread():
-    d = Drawing()
-    d.add(Signal(0), Await(1))
-    d.add(Await(0), thread="autograd")
-    d.host(7, "T2", thread="autograd")
-    d.add(Signal(1), thread="autograd")
-    d.host(1, "T3")
-    path = path_of(together(d))
-    assert pieces(path) == [
-        ("T2", 7, "wait for another thread (flag 0)"),
-        ("T3", 1, "wait for another thread (flag 1)"),
-    ]
-
-
-def test_time_is_summed_by_operator_call():
-    d = Drawing()
-    d.calls |= {0: CallInfo(0, "aten::mm", "forward"), 1: CallInfo(1, "aten::relu", "forward")}
-    d.host(2, "T2", call=0)
-    d.kernel("sgemm", 10, call=0)
-    d.kernel("elementwise", 3, call=1)
-    path = path_of(together(d))
-    assert sums(path, lambda segment: segment.operator) == {"aten::mm": 13, "aten::relu": 3}
-    assert by_name(path) == {"sgemm": 10, "elementwise": 3, "T2": 2, "T4": 1}
 
 
 def straggler() -> ExecutionGraph:

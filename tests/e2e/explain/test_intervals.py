@@ -31,25 +31,6 @@ from tests.e2e.toy_predictions import (
     unpriced,
 )
 
-
-def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():
-    prediction = predict_step(step(), setting(kernel=1.0, host=0.2)).prediction
-    assert sum(part.seconds for part in prediction.critical_path) == pytest.approx(prediction.iteration_seconds)
-    low, high = prediction.interval_seconds
-    assert low < prediction.iteration_seconds < high
-    # Two products err alike (0.2 + 0.2), the two element-wise kernels too: sqrt(0.16 + 0.16) on four seconds.
-    assert (low, high) == pytest.approx(
-        (prediction.iteration_seconds - 0.2828, prediction.iteration_seconds + 0.5657), rel=0.02
-    )
-
-
-def test_kernels_that_run_beside_the_host_do_not_widen_the_interval():
-    """16 operators of 1.2 s on the host each hide kernels of 1 s; of them the last alone is on the path."""
-    prediction = predict_step(step(), setting(kernel=1.0, host=0.3)).prediction
-    assert prediction.iteration_seconds == pytest.approx(4.8)
-    assert prediction.interval_seconds == pytest.approx((4.8 - 0.1, 4.8 + 0.2))
-
-
 # Pieces of host work of a step on an unknown host: 4 operators of 4, one of them the gap before an optimizer without
 # tensors to gather.
 PIECES = 16 - GATHERING_SHARE

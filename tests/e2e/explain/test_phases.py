@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from e2e.explain.breakdowns import PhaseSeconds, phase_seconds
 from e2e.explain.prediction import Prediction
 from e2e.step.execution_graph import AUTOGRAD as AUTOGRAD_THREAD
 from e2e.step.execution_graph import Await, CallInfo, Duration, Signal
@@ -91,15 +90,6 @@ def test_a_layer_that_is_recomputed_is_part_of_the_backward_pass():
     drawing.kernel("b", 2.0, launch=0, call=1, thread=AUTOGRAD_THREAD)
     drawing.add(Signal(1), thread=AUTOGRAD_THREAD)
     assert seconds(predict_ranks(together(drawing)).prediction) == pytest.approx((1, 3, 0, 0))
-
-
-def test_what_the_host_does_last_belongs_to_the_last_task():
-    drawing = drawn("fb")
-    drawing.synchronize(cost=10.0)
-    result = predict_ranks(together(drawing))
-    assert phase_seconds(result.graph.ranks[0], result.timeline, result.iteration) == PhaseSeconds(
-        pytest.approx(1), pytest.approx(12), 0, 0
-    )
 
 
 @pytest.mark.parametrize(
@@ -215,14 +205,6 @@ AVERAGED = (
 )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_reading_the_loss_belongs_to_no_pass(tmp_path, compiled):
-    plain = predicted(tmp_path, compiled=compiled)
-    prediction = predicted(tmp_path, changed(LAST, LAST + "        loss.item()\n"), compiled=compiled)
-    assert seconds(prediction)[:3] == pytest.approx(seconds(plain)[:3])
-    assert prediction.other_seconds == pytest.approx(1)
-
-
 def test_clipping_of_gradients_belongs_to_the_optimizer(tmp_path):
     plain, prediction = predicted(tmp_path), predicted(tmp_path, changed(BACKWARD, CLIPPED))
     assert seconds(prediction)[:2] == pytest.approx(seconds(plain)[:2])
@@ -238,22 +220,6 @@ def test_a_scaler_checks_gradients_for_the_optimizer_and_is_updated_after_it(tmp
     assert prediction.optimizer_seconds > plain.optimizer_seconds + 2
     assert 0 < prediction.other_seconds < 5
     assert sum(seconds(prediction)) == pytest.approx(prediction.iteration_seconds)
-
-
-def test_accumulated_passes_are_each_counted_where_they_belong(tmp_path):
-    looped = changed(
-        "        loss = model(data).square().mean()\n" + BACKWARD,
-        "        total = torch.zeros((), device='cuda')\n        for _ in range(3):\n"
-        "            loss = model(data).square().mean()\n            loss.backward()\n"
-        "            total += loss.detach()\n",
-    )
-    plain, prediction = predicted(tmp_path), predicted(tmp_path, looped)
-    # Once zeroed; added up after each pass: twice before the next one, then before the optimizer.
-    assert prediction.forward_seconds == pytest.approx(3 * plain.forward_seconds + 1 + 2)
-    # Gradients of two passes are added to those of the first, one kernel for each of four parameters.
-    assert prediction.backward_seconds == pytest.approx(3 * plain.backward_seconds + 2 * 4)
-    assert prediction.optimizer_seconds == pytest.approx(plain.optimizer_seconds + 1)
-    assert prediction.other_seconds == 0
 
 
 @pytest.mark.parametrize("compiled", [False, True])

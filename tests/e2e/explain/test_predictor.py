@@ -47,23 +47,6 @@ def test_an_unknown_operator_is_counted_and_named():
     assert "1 launches of operators without a model" in warning and "mine::secret (1)" in warning
 
 
-def test_one_gpu_is_one_rank_without_partners():
-    prediction = predict_step(step(), setting(kernel=1.0, host=0.2)).prediction
-    (rank,) = prediction.ranks
-    assert (prediction.gpus, rank.multiplicity, prediction.collectives, prediction.stragglers) == (1, 1, [], [])
-    assert rank.compute_seconds == prediction.gpu_active_seconds
-    assert rank.exposed_wait_seconds == rank.bubble_seconds == rank.exposed_transfer_seconds == 0
-    assert (
-        (rank.fits, rank.peak_memory_bytes)
-        == (prediction.fits, prediction.peak_memory_bytes)
-        == (
-            True,
-            sum(prediction.memory_breakdown.values()),
-        )
-    )
-    assert rank.attribution == pytest.approx(prediction.attribution)
-
-
 def test_one_gpu_without_collectives_asks_no_model_of_them(monkeypatch):
     """It is slow to import."""
 

@@ -13,7 +13,6 @@ from costmodel.operators.device_work import Gemm
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.pieces import Called, Work
 from e2e.parallelism.rewrites import Condenser
-from e2e.report.tables import launches_text
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, HostWork, RankGraph
 
@@ -34,20 +33,6 @@ def test_ranks_of_a_job_call_what_one_gpu_calls():
     more = rank.kernels - alone.kernels
     assert 0 < more < 0.5 * alone.kernels
     assert rank.operators - alone.operators == pytest.approx(more, rel=0.1)
-
-
-def test_every_micro_batch_calls_its_operators_again():
-    one, four = (e2e.predict(**MODEL, gpus=4, parallel=f"pp=4,micro-batches={count}", batch_size=4) for count in (1, 4))
-    for few, many in zip(one.ranks, four.ranks, strict=True):
-        assert 2.5 * few.operators < many.operators < 4 * few.operators
-        # Nothing is launched that nobody calls: the shares of one micro-batch and of four are alike.
-        assert many.kernels / many.operators == pytest.approx(few.kernels / few.operators, rel=0.25)
-        assert many.kernels < many.operators
-    assert four.operators == sum(rank.operators for rank in four.ranks)
-    assert four.kernels == sum(rank.kernels for rank in four.ranks)
-    told = launches_text(four)
-    counts = [rank.kernels for rank in four.ranks]
-    assert told.startswith(f"{min(counts):,} to {max(counts):,} in ") and told.endswith("on each of 4 distinct ranks")
 
 
 def test_runs_of_kernels_put_together_keep_the_count():

@@ -213,13 +213,6 @@ def test_layers_that_do_not_divide_besides_the_ends(text: str) -> None:
         layer_counts(parse_parallel(text), 8, "toy")
 
 
-def test_a_stage_of_fewer_layers_takes_less_time() -> None:
-    """One micro-batch goes through all layers; of many, the fullest stage sets the pace."""
-    even, uneven = (parse_parallel(f"pp=2,micro-batches=10{more}") for more in ("", ",first-layers=2"))
-    assert step(even, 8) == pytest.approx((10 + 1) * 4 * 3.0)
-    assert step(uneven, 8) == pytest.approx(10 * 6 * 3.0 + 2 * 3.0)
-
-
 def test_full_recomputation_runs_the_forward_pass_again() -> None:
     """4 s instead of 3 s a layer; selective repeats half of the forward pass."""
     assert step(ParallelSpec(recompute="full", micro_batches=2), 3) == pytest.approx(2 * 3 * 4.0)

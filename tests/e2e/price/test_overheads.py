@@ -24,21 +24,15 @@ from e2e.price.host_overheads import (
     overhead_family,
     save_table,
     without_hiccups,
-    without_outliers,
 )
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.traces.kineto import read_kineto
 from lab.fit.host_overheads import (
     H100_NAME,
     INFLATION_FILE,
-    NOT_SHARED,
-    RECORDING_SLOWED,
     SHARED_NAME,
     STACKS,
-    WITH_STACKS,
     fit_shared_tables,
-    hosts_differ,
-    small_operator_seconds,
     with_newer_host,
 )
 from tests.e2e.recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
@@ -101,12 +95,6 @@ def test_waiting_for_another_thread_is_no_gap(tmp_path: Path) -> None:
     assert found["T1", "aten::add"] == [7]  # 5 before and 2 after the helper
     assert found["T1", "autograd::engine::evaluate_function: B"] == [3]
     assert ("T1", "autograd::engine::evaluate_function: A") not in found
-
-
-def test_tukeys_fences() -> None:
-    samples = [OverheadSample(value, 0, 0) for value in (1.0, 1.1, 1.2, 1.3, 1.4, 9.0, -5.0)]
-    assert [sample.seconds for sample in without_outliers(samples)] == [1.0, 1.1, 1.2, 1.3, 1.4]
-    assert len(without_outliers(samples[4:])) == 3  # too few to judge
 
 
 def table(seconds: float = 10 * US, count: int = 1000, inflation: Inflation | None = None) -> OverheadTable:
@@ -196,13 +184,6 @@ def test_committed_tables_are_complete(name: str) -> None:
     assert 2 * US < committed.seconds("T4", "cudaLaunchKernel") < 30 * US
 
 
-def test_committed_shared_table_is_of_all_stacks_but_the_excluded() -> None:
-    files = [source.file for source in load_table(TABLES / f"{SHARED_NAME}.json").sources]
-    stacks = {name: stack for name, stack in STACKS.items() if name not in NOT_SHARED} | {"newer": WITH_STACKS}
-    assert all(file.startswith(sum(stacks.values(), ())) for file in files)
-    assert all(any(file.startswith(part) for file in files) for stack in stacks.values() for part in stack)
-
-
 @pytest.mark.thorough
 def test_real_tables_are_reproduced_from_the_profiles(tmp_path: Path) -> None:
     recorded(LINEAR)
@@ -237,13 +218,6 @@ def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None
         load_table(tmp_path / "mine.json")
 
 
-def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():
-    for name in (SHARED_NAME, H100_NAME):
-        assert load_table(TABLES / f"{name}.json").factor == 1.37
-    for name in STACKS:
-        assert load_table(TABLES / f"{name}.json").factor == 1.0
-
-
 def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: Path) -> None:
     assert load_overheads().name == load_overheads(architecture="ampere").name == SHARED_NAME
     assert load_overheads(architecture="hopper").name == load_overheads(Path(H100_NAME)).name == H100_NAME
@@ -273,16 +247,6 @@ def test_a_newer_host_takes_the_level_inside_operators_for_what_it_was_not_seen_
     assert newer.means["T2"]["aten::fused_attention"].seconds == pytest.approx(40 * US)
     assert shared.means["T2"]["aten::fused_attention"].seconds == pytest.approx(80 * US)
     assert shared.means["T2"]["aten::add"].seconds == pytest.approx(20 * US)
-
-
-def test_how_far_hosts_differ_is_the_spread_of_those_that_are_known(tmp_path: Path) -> None:
-    one = table(10 * US)
-    alike = small_operator_seconds(one)
-    assert hosts_differ(tmp_path, [one, one], one) == 1.0
-    slow = table(40 * US)
-    assert hosts_differ(tmp_path, [slow] * 5, one) == pytest.approx(small_operator_seconds(slow) / alike, abs=0.01)
-    # A recording that slowed its host down says nothing about hosts.
-    assert hosts_differ(tmp_path, [one, *[replace(slow, name=RECORDING_SLOWED)] * 5], one) == 1.0
 
 
 def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording() -> None:
