@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from costmodel.gpu import residual
 from lab.fit.trees import TreeEffort, train
 
 pytest.importorskip("xgboost")
@@ -44,10 +41,3 @@ def test_rows_beyond_what_was_seen_are_named(learned):
     assert learned.outside(np.array([5.0, 0.5])) == ()
     assert learned.outside(np.array([10.4, 0.5])) == ()  # half a unit is near
     assert learned.outside(np.array([12.0, 3.0])) == ("size", "other")
-
-
-def test_it_survives_json(learned):
-    read = residual.residual_from_record(json.loads(json.dumps(residual.residual_to_record(learned))))
-    rows = np.array([[2.0, 0.5], [8.0, 0.5]])
-    assert read.predict(rows)[0] == pytest.approx(learned.predict(rows)[0], abs=0.01)
-    assert (read.names, read.rows) == (learned.names, learned.rows)

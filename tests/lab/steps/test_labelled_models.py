@@ -3,8 +3,6 @@
 The files list one layer of each model (an FX graph with shapes), besides what surrounds the layers.
 """
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import ast
@@ -15,10 +13,10 @@ from math import prod
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Softmax
 from e2e.capture.models.configurations import PRESETS
 from e2e.capture.models.transformer import read_config
 from e2e.capture.session import capture
@@ -133,24 +131,6 @@ def test_operators_and_shapes_of_one_layer_are_those_of_the_label_file(name):
 
 def _large(key: tuple, smallest: int) -> bool:
     return key[0] in ("product", "softmax", "layer_norm") or key[1] >= smallest
-
-
-def test_opt_copies_queries_keys_and_values_and_limits_scores():
-    config = {**PRESETS["opt-1.3b"], "num_hidden_layers": 1}
-    graph = graph_of(config, "inf", 1, 16)
-    scores = 32 * 16 * 16
-    kinds = Counter(record.kind for task in graph.tasks for record in task.operators if isinstance(record, Elementwise))
-    assert kinds["maximum"] == 1
-    assert any(isinstance(record, Softmax) and record.rows * record.columns == scores for record in records(graph))
-    assert sum(isinstance(record, Rearrangement) and record.elements == 16 * 2048 for record in records(graph)) == 4
-
-
-def test_training_adds_to_gradients_that_are_there():
-    config = {**PRESETS["gpt2"], "n_layer": 1, "n_embd": 64, "n_head": 2}
-    workload = label_workload(config, "train", 1, 8, "case")
-    trace = capture(workload, StepOptions(mode="forward-backward"))
-    added = [call for call in trace.calls if call.name == "aten::add_" and call.phase == "backward"]
-    assert len(added) >= len(list(workload.module.parameters()))
 
 
 def test_alike_tokens_use_one_expert_or_two_and_no_more_than_they_may_take():
