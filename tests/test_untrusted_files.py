@@ -26,7 +26,7 @@ LOADERS = {
     "e2e/capture/program.py": {"pickle"},
     "e2e/capture/distributed/communication.py": {"pickle"},  # objects that its ranks send each other
     "e2e/capture/distributed/shared_objects.py": {"pickle"},  # likewise
-    "e2e/capture/evaluation.py": {"eval"},  # a divisor in its own source
+    "e2e/capture/periods.py": {"eval"},  # a divisor in its own source
     "e2e/capture/program_process.py": {"pickle"},
     "e2e/capture/launcher.py": {"spec.loader.exec_module"},  # torchtune's own table of recipes, installed
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
