@@ -484,12 +484,14 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
         job.mailbox.pause = partial(_is_waiting, recorder, os.getppid())
 
-        def start(inner: Launch) -> None:
+        def start(inner: Launch, count: int) -> None:
             try:
+                if count != place.world_size:
+                    raise ModelError(f"the program starts {count} processes of {inner.title}: give --gpus {count}")
                 with reporting(inner.title):
                     _start(inner, hub)
             except (ModelError, InputError) as error:
-                answer(error)  # what has started it might go on without it
+                answer(error)  # what has started it might go on without it, or catch all errors
 
         stack.enter_context(started_programs(place, start))
         with reporting(launch.title):  # before the job is taken down

@@ -65,9 +65,11 @@ def spawned_ranks(place: RankPlace) -> Iterator[None]:
 
 
 @contextmanager
-def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterator[None]:
+def started_programs(place: RankPlace, run: Callable[[Launch, int], None]) -> Iterator[None]:
     """Context in which a Python program that the program starts, itself or by a launcher such as torchrun, or that it
     becomes (``os.exec``), runs here by ``run``, as the rank ``place``; one whose output is read runs by itself.
+
+    ``run`` is told how many processes of it the program starts.
     """
     begin, launch_here = subprocess.Popen.__init__, import_module("torch.distributed.run")
 
@@ -91,10 +93,8 @@ def started_programs(place: RankPlace, run: Callable[[Launch], None]) -> Iterato
         raise SystemExit(0)
 
     def go_on(launch: Launch, count: int, environment: Mapping[str, str], folder: Any = None) -> None:
-        if count != place.world_size:
-            raise ModelError(f"the program starts {count} processes of {launch.title}: give --gpus {count}")
         with patch.dict(os.environ, environment), patch.object(sys, "argv", list(sys.argv)), chdir(folder or "."):
-            run(launch)
+            run(launch, count)
 
     def run_by_torchrun(options: Any) -> None:
         count = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])

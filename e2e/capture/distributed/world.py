@@ -357,9 +357,36 @@ def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox, *, launch
         stack.callback(dist.destroy_process_group)
         for target, name, value in _patches(place, recorder, mailbox):
             stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patched_imports({"streaming.base.shared.barrier": _shared_barriers(place, mailbox)}))
         # Libraries look up the functions of a device by its name.
         stack.enter_context(patch.object(torch, "meta", torch.cuda, create=True))
         yield
+
+
+def _shared_barriers(place: RankPlace, mailbox: Mailbox) -> Patches:
+    """Return the patches of MosaicML streaming's barriers, counters in shared memory that wait for the loaders of all
+    ranks of a node: those of ranks that are not run never come.
+    """
+    met: Counter[int] = Counter()
+
+    def patches(module: Any) -> Iterator[tuple[Any, str, Any]]:
+        make = module.SharedBarrier.__init__
+        made: dict[Any, int] = {}
+
+        def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            made[self] = len(made)
+
+        def meet(self: Any, num_procs: int) -> None:
+            met[made[self]] += 1
+            first = place.rank - place.rank % place.gpus_per_node
+            node = range(first, min(first + place.gpus_per_node, place.world_size))
+            mailbox.meet(place.rank, node, f"barrier {met[made[self]]} of loader {made[self]}")
+
+        yield module.SharedBarrier, "__init__", begin
+        yield module.SharedBarrier, "__call__", meet
+
+    return patches
 
 
 def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:

@@ -214,7 +214,10 @@ _LOADING_INFORMATION = ("missing_keys", "unexpected_keys", "mismatched_keys", "e
 def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str, Any]]:
     configuration = module.PreTrainedConfig if hasattr(module, "PreTrainedConfig") else module.PretrainedConfig
     # The type of the weights is that of the file from version 5 on, before it was single precision.
-    as_stored = int(sys.modules["transformers"].__version__.partition(".")[0]) >= 5
+    version = tuple(int(part) for part in sys.modules["transformers"].__version__.split(".")[:2])
+    as_stored = version >= (5, 0)
+    # Versions before 4.56 call the type of the weights by this name, and take `dtype` for an option of the model.
+    named = "dtype" if version >= (4, 56) else "torch_dtype"
 
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
@@ -234,12 +237,15 @@ def _transformers(module: Any, hub: Hub, note: Note) -> Iterator[tuple[Any, str,
                 config if config is not None else name, return_unused_kwargs=True, **place, **options
             )
         if dtype == "auto" or (dtype is None and as_stored):
-            dtype = config.dtype or torch.float32
+            dtype = getattr(config, named) or torch.float32
         elif dtype is None:
             dtype = torch.float32
         config.name_or_path = str(name)
-        quantizer = module.get_hf_quantizer(config, quantized, None, True, {})[0]
-        model = cls._from_config(config, *args, dtype=dtype, **options)
+        quantizer = None
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if quantized or any(getattr(part, "quantization_config", None) for part in (config, text)):
+            quantizer = module.get_hf_quantizer(config, quantized, None, True, {})[0]
+        model = cls._from_config(config, *args, **{named: dtype}, **options)
         if quantizer is not None:  # puts its layers in place of those with full weights
             quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
             model.hf_quantizer, model.is_quantized = quantizer, True

@@ -315,6 +315,49 @@ def test_a_checkpoint_at_an_address_changes_nothing(tmp_path: Path, monkeypatch:
     assert len(notes) == 2 and notes[0].startswith("detectron2://R-50.pkl is not there")
 
 
+OLD_TRANSFORMERS = """
+import torch
+
+class PretrainedConfig:
+    torch_dtype = None
+
+    @classmethod
+    def from_pretrained(cls, name, return_unused_kwargs=False, **options):
+        return cls(), options
+
+class PreTrainedModel(torch.nn.Module):
+    config_class = PretrainedConfig
+
+    @classmethod
+    def _from_config(cls, config, *, torch_dtype=None, **options):
+        made = cls()
+        made.made_with = torch_dtype, options
+        return made
+
+    @classmethod
+    def from_pretrained(cls, name):
+        raise AssertionError("reads weights")
+"""
+
+
+def test_models_of_a_transformers_without_quantizers_are_made_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before 4.56 call the type of the weights `torch_dtype`."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.16.2"', encoding="utf-8")
+    (tmp_path / "transformers" / "modeling_utils.py").write_text(OLD_TRANSFORMERS, encoding="utf-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with weights_not_read(Hub(tmp_path / "hub", True), lambda note: None):
+        model = import_module("transformers.modeling_utils").PreTrainedModel
+        assert model.from_pretrained("bert").made_with == (torch.float32, {})
+        assert model.from_pretrained("bert", torch_dtype=torch.bfloat16).made_with == (torch.bfloat16, {})
+    for name in ("transformers", "transformers.modeling_utils"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_loaders_with_workers_start_none() -> None:
     class Parts(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[int]:

@@ -159,6 +159,41 @@ def after():
     assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 1, 1: 1}
 
 
+STREAMING = """
+class SharedBarrier:
+    def __init__(self, filelock_path, shm_name):
+        pass
+
+    def __call__(self, num_procs):
+        raise AssertionError("waits for loaders of ranks that are not run")
+"""
+
+
+def test_ranks_meet_at_barriers_of_streaming_loaders(tmp_path, monkeypatch):
+    monkeypatch.setattr(ProgramRanks, "at_once", 2)
+    (tmp_path / "streaming" / "base" / "shared").mkdir(parents=True)
+    (tmp_path / "streaming" / "base" / "shared" / "barrier.py").write_text(STREAMING, encoding="utf-8")
+    program = f"""{HEAD}
+import time
+from streaming.base.shared.barrier import SharedBarrier
+dist.init_process_group("nccl")
+first, second = SharedBarrier("a", "b"), SharedBarrier("c", "d")
+if dist.get_rank() == 0:
+    time.sleep(1)
+    os.mkdir("shards")
+first(8)
+assert os.path.exists("shards")
+second(8)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def after():
+    dist.all_reduce(model.weight.grad)
+    first(8)
+{LOOP}"""
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 8 train.py", 8).multiplicity == {0: 8}
+
+
 def test_ranks_that_wait_for_each_other_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(ProgramRanks, "at_once", 2)
     program = f"""{HEAD}
@@ -286,6 +321,21 @@ after = lambda: None
     if launcher:
         with pytest.raises(ModelError, match="starts 2 processes of train.py: give --gpus 2"):
             captured(tmp_path, program, "python train.py", 4)
+
+
+def test_a_launcher_that_catches_all_errors_hides_none(tmp_path):
+    """As that of Composer does."""
+    program = f"""{HEAD}
+import subprocess, sys
+if sys.argv[1:] != ["--rank"]:
+    try:
+        subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--rank"])
+    except:
+        raise SystemExit(1)
+    raise SystemExit(0)
+"""
+    with pytest.raises(ModelError, match="starts 2 processes of train.py: give --gpus 2"):
+        captured(tmp_path, program, "python train.py", 4)
 
 
 def test_a_process_group_of_one_gpu(tmp_path):
