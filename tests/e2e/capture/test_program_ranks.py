@@ -323,6 +323,20 @@ after = lambda: None
             captured(tmp_path, program, "python train.py", 4)
 
 
+def test_parameters_without_gradients_are_none_of_apex_concern(tmp_path):
+    program = f"""{HEAD}
+from apex.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+parts = torch.nn.ModuleDict({{"used": torch.nn.Linear(64, 64), "pooler": torch.nn.Linear(64, 64)}})
+parts.forward = lambda given: parts["used"](given)
+model = DistributedDataParallel(parts.cuda())
+optimizer = torch.optim.SGD(model.parameters())
+after = lambda: None
+{LOOP}"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
+    assert found.multiplicity == {0: 2} and names(found.traces[0])["c10d::allreduce_"] == 1
+
+
 def test_a_launcher_that_catches_all_errors_hides_none(tmp_path):
     """As that of Composer does."""
     program = f"""{HEAD}
