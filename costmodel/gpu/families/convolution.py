@@ -9,7 +9,7 @@ quarter of the multiplications and moves the transformed tensors, 36/16 of the o
 The gradient of the data of stride 1 is a convolution with channels exchanged, by the same kernels: the profile of
 ResNet-50 on V100 that the tests hold has both within 4 %. That of the weights is a product over all pixels, or over all
 tiles of Winograd's, whose result is then transformed. Gradients of the data with stride and of 1x1 weights have factors
-of their own, from that profile.
+of their own, from that profile; so have both gradients of volumes.
 
 **On the tensor cores** (TF32, FP16, BF16) operands have their channels together (NHWC). cuDNN transposes inputs and
 outputs in NCHW by kernels of their own, before and after (``nchwToNhwcKernel``); each reads and writes the tensor
@@ -110,6 +110,11 @@ _WINOGRAD_WORKSPACE = 256 << 20
 # the six of the network take 1.32 to 1.92 times what their products take, 1.57 in sum. Weights of one by one are a
 # product for each picture and a sum of these, or ``wgrad_alg0_engine``: 37 of them, 1.23 in sum (0.95 to 1.6).
 _STRIDED_DATA, _POINTWISE_WEIGHT = 1.57, 1.23
+# Both gradients of volumes outside the tensor cores, with whatever window: epochs of nnU-Net on a Titan Xp, which has
+# none (MIC-DKFZ/nnUNet, expected_epoch_times.md, cuDNN 8.1, made-up batches), take 2.6, 1.6 and 2.0 times what their
+# products take, for three tasks, where forward kernels take what theirs do (pytorch/pytorch, issue 24082: 78 % of the
+# FP32 rate of an RTX 2080 Ti).
+_VOLUME_GRADIENT = 2.0
 # cuDNN's forward kernels do not split the sum; those of the weights' gradient, few outputs over many pixels, do.
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 
@@ -235,8 +240,10 @@ def _slowed(implicit: Triple, operators: Sequence[Conv2d | ConvolutionBackward],
 def _gradient_factor(operator: Conv2d | ConvolutionBackward) -> float:
     """Time of a gradient over that of a product of its size."""
     conv = _forward(operator)
-    if conv.groups > 1 or conv.depth is not None:
+    if conv.groups > 1 or isinstance(operator, Conv2d):
         return 1.0
+    if conv.depth is not None:
+        return _VOLUME_GRADIENT
     if _direction(operator) == "data":
         return _STRIDED_DATA if conv.stride != (1, 1) else 1.0
     return _POINTWISE_WEIGHT if _direction(operator) == "weight" and conv.kernel == (1, 1) else 1.0

@@ -294,6 +294,18 @@ def test_four_channels_of_a_volume_fill_as_much_as_thirty_two():
     assert pieces.names == ["volume forward", "volume forward", "stem forward nchw", "spatial forward nchw"]
 
 
+def test_gradients_of_volumes_outside_the_tensor_cores_are_dearer_than_their_products():
+    volta, windows = load_machine("v100-sxm2-32gb"), {1: (0,) * 4, 3: (1,) * 4}
+    for window, padding in windows.items():
+        conv = Conv2d(64, 128 * window, 56, 56, 128, (window, window), padding=padding, depth=(window, 64))
+        each = [conv, ConvolutionBackward(conv, "data"), ConvolutionBackward(conv, "weight")]
+        forward, data, weight = Convolution().analyse(each, volta).seconds
+        assert 1.8 < data / forward < 2.4 and 1.8 < weight / forward < 2.4
+        halves = [replace(conv, dtype="float16"), ConvolutionBackward(replace(conv, dtype="float16"), "data")]
+        forward, data = TensorConvolution().analyse(halves, volta).seconds
+        assert data < 1.5 * forward
+
+
 def test_a_factor_of_pooling_leaves_the_launch_alone():
     pool = Pooling("max", 64, 64, 112, 112, 56, 56, (3, 3), "float16")
     plain = ImageKernels(ONE).analyse([pool], A100).seconds[0]
