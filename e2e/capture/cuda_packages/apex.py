@@ -325,9 +325,7 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def data_parallel(module: nn.Module, *_: Any, **__: Any) -> Any:
-    """Return PyTorch's data parallelism, which sums the same buckets of gradients, of those parameters that have some in
-    the first step.
-    """
+    """Return PyTorch's data parallelism, which sums the same buckets: of the parameters that the first step uses."""
     return nn.parallel.DistributedDataParallel(module, device_ids=[torch.cuda.current_device()], static_graph=True)
 
 
