@@ -171,17 +171,18 @@ class Cluster:
 
 
 def load_cluster(
-    machine: str | Path | Machine, gpus: int, nodes: int = 1, network: str | None = None, nccl: str = ""
+    machine: str | Path | Machine, gpus: int, nodes: int | None = None, network: str | None = None, nccl: str = ""
 ) -> Cluster:
     """Cluster of ``gpus`` GPUs over ``nodes`` nodes of ``machine``: name or YAML file of a cluster or a GPU.
 
-    With ``nodes`` 1 and more GPUs than a node holds, as many full nodes as needed. ``network``: a name of
+    Without ``nodes``, or with one node of more GPUs than it holds, as many full nodes as needed; a node of a GPU's name
+    holds as many cards on PCIe as ``nodes`` says. ``network``: a name of
     ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node (default N: as in its file, else as many as the
     cluster's own network has); default: the cluster's own. Raises :class:`MachineError` for an unknown name,
     :class:`InputError` if the GPUs do not fill the nodes evenly.
     """
-    file, gpu = _described(machine)
-    per_node = _gpus_per_node(file, gpus, nodes)
+    file, gpu = _described(machine, gpus // nodes if nodes else 0)
+    per_node = _gpus_per_node(file, gpus, 1 if nodes is None else nodes)
     nodes = gpus // per_node
     card, cards, called = _network(file, network, nodes)
     return Cluster(
@@ -229,15 +230,15 @@ def _crowd(topology: Topology, gpus: int) -> float:
     return math.log(gpus * (gpus - 1) if topology == "host" else gpus)
 
 
-def _described(machine: str | Path | Machine) -> tuple[ClusterFile, Machine]:
+def _described(machine: str | Path | Machine, per_node: int) -> tuple[ClusterFile, Machine]:
     if isinstance(machine, Machine):
-        return cluster_of_gpu(machine), machine
+        return cluster_of_gpu(machine, per_node), machine
     file = find_cluster(machine)
     if file is not None:
         return file, _named(file, "machine", load_machine, file.machine)
     gpu = load_machine(machine)
     gpu.chip()
-    return cluster_of_gpu(gpu), gpu
+    return cluster_of_gpu(gpu, per_node), gpu
 
 
 def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:

@@ -221,19 +221,32 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
     raise MachineError(f"unknown network {name!r}; {offered(name, files)}`python -m costmodel machines` lists all")
 
 
-def cluster_of_gpu(gpu: Machine) -> ClusterFile:
+def cluster_of_gpu(gpu: Machine, per_node: int = 0) -> ClusterFile:
     """Usual cluster of ``gpu``, or of the machine of which it is a variant; if no file names one, eight GPUs per node
-    and no network: NVLink with a switch, NVLink bridges between pairs, or through the host.
+    and no network: NVLink with a switch, NVLink bridges between pairs, or through the host. Of cards on PCIe a node has
+    as many as it is known to have (``per_node``), and the usual network.
 
     :class:`MachineError` if the GPU's file has no link.
     """
     described = [read_cluster(path) for path in cluster_files().values()]
+    smaller = None
     for name in (gpu.name, gpu.variant_of):
         usual = next((each for each in described if each.usual and each.machine == name), None)
-        if usual is not None:
+        if usual is not None and usual.topology in ("host", "pairs") and usual.gpus_per_node < per_node:
+            smaller = smaller or usual
+        elif usual is not None:
             # With links of its own it is another system than the measured one.
             same = name == gpu.name or load_machine(name).links == gpu.links
             return usual if same else replace(usual, name=f"{gpu.name}{_NODE}", machine=gpu.name)
+    found = _assumed_cluster(gpu)
+    if found.topology in ("host", "pairs"):
+        found = replace(found, gpus_per_node=max(found.gpus_per_node, per_node))
+    if smaller is not None:
+        found = replace(found, network=smaller.network, network_cards=smaller.network_cards)
+    return found
+
+
+def _assumed_cluster(gpu: Machine) -> ClusterFile:
     links = {link.kind: link for link in gpu.links}
     nvlink, pcie = links.get("nvlink"), links.get("pcie")
     name, told = f"{gpu.name}{_NODE}", "eight of this GPU to a node: assumed, no file describes a system of it"

@@ -98,10 +98,10 @@ class PreparedStep:
 
 def cluster_of(asked: ClusterOptions, gpus: int) -> Cluster:
     """Return a cluster of ``gpus`` GPUs; raises ``InputError`` or ``MachineError`` if it is not possible."""
-    machine, nodes = load_gpu(asked.gpu), asked.nodes or 1
-    if gpus == nodes == 1:
+    machine = load_gpu(asked.gpu)
+    if gpus == (asked.nodes or 1) == 1:
         return single_gpu(machine)
-    return load_cluster(asked.gpu, gpus, nodes, asked.network)
+    return load_cluster(asked.gpu, gpus, asked.nodes, asked.network)
 
 
 def step_setting(request: Options, machine: Machine, options: StepOptions | None = None) -> Setting:

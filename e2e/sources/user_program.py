@@ -75,13 +75,13 @@ def _apart(
     return run_step(step_of_ranks(request, once, options, cluster, taken={})).prediction
 
 
-def _size(request: Program, launch: Launch) -> tuple[int, int]:
-    """Return the GPUs of the job and its nodes, from the launcher and from the request, which must agree."""
-    nodes = request.nodes or launch.nodes or 1
+def _size(request: Program, launch: Launch) -> tuple[int, int | None]:
+    """Return the GPUs of the job and its nodes, if told, from the launcher and from the request, which must agree."""
+    nodes = request.nodes or launch.nodes
     if request.nodes and launch.processes and launch.nodes and request.nodes != launch.nodes:
         raise InputError(f"--nodes {request.nodes}: {launch.launcher} starts {launch.nodes}; give one of the two")
     if launch.gpus is None:
-        return request.gpus or nodes, nodes
+        return request.gpus or nodes or 1, nodes
     if request.gpus and request.gpus != launch.gpus:
         raise InputError(f"--gpus {request.gpus}: {launch.launcher} starts {launch.gpus}; give one of the two")
     return launch.gpus, nodes

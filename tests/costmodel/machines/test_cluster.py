@@ -175,3 +175,12 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names_and_where_all_stand(gp
     with pytest.raises(MachineError, match="`python -m costmodel machines` lists all") as refused:
         load_machine(gpu)
     assert near in str(refused.value) and str(refused.value).count(",") <= 2
+
+
+def test_a_node_has_as_many_cards_on_pcie_as_it_is_told_to_have() -> None:
+    usual, told = load_cluster("a100-pcie-80gb", 8), load_cluster("a100-pcie-80gb", 8, 1)
+    assert (usual.nodes, usual.gpus_per_node) == (2, 4) and (told.nodes, told.gpus_per_node) == (1, 8)
+    assert told.topology == "pairs" and load_cluster("a100-pcie-80gb", 20, 2).network_name == usual.network_name
+    assert load_cluster("l40s", 10, 1).nodes == 1 and load_cluster("h100-sxm", 16, 1).nodes == 2
+    with pytest.raises(InputError, match="a node holds 4 GPUs"):
+        load_cluster("a100-pairwise", 16, 2)
