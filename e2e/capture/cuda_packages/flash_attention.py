@@ -329,7 +329,7 @@ class CrossEntropyLoss(nn.Module):
 
     def __init__(self, ignore_index: int = -100, reduction: str = "mean", *_: Any, **__: Any) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.ignore_index, self.reduction = ignore_index, reduction  # programs count the targets that are not ignored
 
     def forward(self, input: Any, target: Any, *_: Any) -> Any:
         """Return the loss of scores (tokens, words)."""

@@ -127,6 +127,13 @@ def test_packed_sequences_have_the_lengths_between_their_bounds(told: list[str])
     assert sorted(unknown.packed) == [170, 171, 171]
 
 
+def test_a_program_divides_a_fused_loss_by_the_targets_that_it_does_not_ignore(told: list[str]):
+    from flash_attn.losses.cross_entropy import CrossEntropyLoss  # type: ignore[import-not-found]
+
+    assert CrossEntropyLoss().ignore_index == -100
+    assert CrossEntropyLoss(ignore_index=0, reduction="none").ignore_index == 0
+
+
 def test_windows_count_the_own_key(told: list[str]):
     from flash_attn import flash_attn_func
     from flash_attn_interface import flash_attn_func as third  # type: ignore[import-not-found]
