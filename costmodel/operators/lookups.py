@@ -115,6 +115,27 @@ class IndexStatistics:
         """Expected misses of ``lookups`` in an LRU cache of ``cache_rows`` rows that starts empty."""
         return float(lru_misses(*self.arrays, np.array([cache_rows]), np.array([lookups]))[0])
 
+    def hit_rate(self, lookups: float, cache_rows: float) -> float:
+        """Share of ``lookups`` that hit such a cache."""
+        return 1.0 - self.misses(lookups, cache_rows) / lookups if lookups else 0.0
+
+    def reuse_factors(self, lookups: float) -> np.ndarray:
+        """Share of the distinct rows in each bin of :data:`REUSE_EDGES`, (17,)."""
+        from scipy.special import pdtr
+
+        rows, mean = self.arrays[0][0], lookups * self.arrays[1][0]
+        seen = np.diff([(rows * pdtr(edge, mean)).sum() for edge in REUSE_EDGES[:-1]], append=rows.sum())
+        return np.asarray(seen / max(seen.sum(), 1e-300))
+
+    def lookup_shares(self, lookups: float) -> np.ndarray:
+        """Share of the lookups that access the rows of each bin, (17,)."""
+        from scipy.special import pdtr
+
+        mean, shares = lookups * self.arrays[1][0], np.array(self.group_shares)
+        # E[X; X <= k] = mean * P(X <= k - 1) of a Poisson number X.
+        below = [0.0, *((shares * pdtr(edge - 1, mean)).sum() for edge in REUSE_EDGES[1:-1]), 1.0]
+        return np.diff(below)
+
     def of_row_shard(self, share: float) -> IndexStatistics:
         """Statistics of a random ``share`` of the rows, for the lookups that fall into it."""
         rows = max(round(self.rows * share), 1)

@@ -1,4 +1,4 @@
-"""Statistics of lookups against draws: distinct rows, LRU hits; from batches and exponents."""
+"""Statistics of lookups against draws: distinct rows, reuse factors, LRU hits; from batches and exponents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from costmodel.gpu.embedding_tables import (
     statistics_of_batch,
     statistics_of_counts,
 )
-from costmodel.operators.lookups import IndexStatistics, uniform, zipf
+from costmodel.operators.lookups import REUSE_EDGES, IndexStatistics, uniform, zipf
 
 
 def chances(statistics: IndexStatistics) -> np.ndarray:
@@ -47,14 +47,23 @@ def lru_hits(indices: np.ndarray, cache_rows: int) -> int:
     return hits
 
 
+def bin_shares(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of the distinct rows and of the lookups by reuse factor, counted."""
+    counts = np.unique(indices, return_counts=True)[1]
+    edges = np.array([*REUSE_EDGES[:-1], 1e18]) + 0.5
+    rows = np.histogram(counts, edges)[0]
+    lookups = np.histogram(counts, edges, weights=counts)[0]
+    return rows / rows.sum(), lookups / lookups.sum()
+
+
 def test_mental_arithmetic():
     two = uniform(2)
     assert two.unique_rows(1) == pytest.approx(1) and two.unique_rows(2) == pytest.approx(1.5)
-    assert two.misses(2, cache_rows=2) == pytest.approx(1.5)  # the second lookup is the first's row half the time
+    assert two.hit_rate(2, cache_rows=2) == pytest.approx(0.25)  # the second lookup is the first's row half the time
     # a cache of one row out of ten: all but the first lookup hit with one chance in ten
     assert uniform(10).misses(101, cache_rows=1) == pytest.approx(1 + 100 * 0.9, rel=0.01)
     one_row = IndexStatistics(100, (1.0,), (1.0,))
-    assert one_row.unique_rows(50) == pytest.approx(1) and one_row.misses(50, 1) == pytest.approx(1)
+    assert one_row.unique_rows(50) == pytest.approx(1) and one_row.hit_rate(50, 1) == pytest.approx(0.98)
 
 
 def test_zipf_of_three_rows_and_of_exponent_zero():
@@ -87,10 +96,16 @@ def test_hits_and_distinct_rows_of_draws(rows, exponent, lookups, cache, seed):
     statistics = zipf(rows, exponent)
     indices = draw(statistics, lookups, seed)
     noise = 4 / np.sqrt(lookups)
-    hits = 1 - statistics.misses(lookups, cache) / lookups
-    assert hits == pytest.approx(lru_hits(indices, cache) / lookups, abs=0.01 + noise)
+    assert statistics.hit_rate(lookups, cache) == pytest.approx(lru_hits(indices, cache) / lookups, abs=0.01 + noise)
     unique = len(np.unique(indices))
     assert statistics.unique_rows(lookups) == pytest.approx(unique, rel=0.02 + 4 / np.sqrt(unique))
+
+
+def test_reuse_factors_of_draws():
+    statistics = zipf(30_000, 1.1)
+    rows, lookups = bin_shares(draw(statistics, 200_000))
+    assert statistics.reuse_factors(200_000) == pytest.approx(rows, abs=0.01)
+    assert statistics.lookup_shares(200_000) == pytest.approx(lookups, abs=0.02)
 
 
 # Of a few lookups the approximation of caches is off by up to a fiftieth.
@@ -105,6 +120,8 @@ def test_bounds_and_order(rows, exponent, lookups, cache):
     assert unique * (1 - 1e-6) <= misses <= lookups * (1 + 1e-6)
     assert statistics.misses(lookups, 2 * cache) <= misses * (1 + 1e-6)
     assert statistics.unique_rows(2 * lookups) >= unique
+    assert statistics.reuse_factors(lookups).sum() == pytest.approx(1)
+    assert statistics.lookup_shares(lookups).sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.05, 1.2])
@@ -115,7 +132,7 @@ def test_a_batch_predicts_smaller_and_larger_ones(exponent):
     for lookups, tolerance in ((1000, 0.03), (10_000, 0.02), (100_000, 0.01), (400_000, 0.15)):
         assert found.unique_rows(lookups) == pytest.approx(truth.unique_rows(lookups), rel=tolerance), lookups
     for cache in (100, 3000):
-        assert found.misses(100_000, cache) == pytest.approx(truth.misses(100_000, cache), abs=1000)
+        assert found.hit_rate(100_000, cache) == pytest.approx(truth.hit_rate(100_000, cache), abs=0.01)
 
 
 def test_rows_of_one_batch_that_are_all_different_are_not_all_there_are():
