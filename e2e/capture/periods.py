@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from e2e.capture.script_lines import script_file
+from e2e.capture.script_lines import script_file, script_tree
 
 _BLOCKS = ("body", "orelse", "finalbody")
 
@@ -68,10 +67,7 @@ def period(frame: FrameType | None) -> int | None:
 @cache
 def _divisors(file: str, line: int) -> tuple[CodeType, ...]:
     """Return the divisors in conditions on which ``line`` depends, innermost first."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
+    tree = script_tree(file)
     tests = sorted(_conditions(tree, line), key=lambda test: -test.lineno)
     named = _named_conditions(tree, line)
     found = [part for test in tests for each in ast.walk(test) for part in (each, *_of_name(each, named))]

@@ -48,7 +48,7 @@ def flag_of_running_line() -> bool | None:
 
 @cache
 def _without_error(file: str, line: int) -> bool | None:
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(script_tree(file)):
         if isinstance(node, (ast.If, ast.Assert)) and node.lineno <= line <= (node.test.end_lineno or line):
             raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
             return _operand(node.test, not raises) if raises or isinstance(node, ast.Assert) else None
@@ -56,7 +56,8 @@ def _without_error(file: str, line: int) -> bool | None:
 
 
 @cache
-def _tree(file: str) -> ast.AST:
+def script_tree(file: str) -> ast.AST:
+    """Return the syntax tree of ``file``; an empty module if it cannot be parsed."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
