@@ -175,8 +175,9 @@ def load_cluster(
 ) -> Cluster:
     """Cluster of ``gpus`` GPUs over ``nodes`` nodes of ``machine``: name or YAML file of a cluster or a GPU.
 
-    Without ``nodes``, or with one node of more GPUs than it holds, as many full nodes as needed; a node of a GPU's name
-    holds as many cards on PCIe as ``nodes`` says. ``network``: a name of
+    ``gpus``: of all nodes. Without ``nodes``, as many full nodes of the usual size as needed; ``nodes`` 1 is the same
+    if one node cannot hold the GPUs. Where ``machine`` is a GPU whose cards are joined by PCIe, a node is taken to hold
+    the ``gpus / nodes`` cards that are asked. ``network``: a name of
     ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node (default N: as in its file, else as many as the
     cluster's own network has); default: the cluster's own. Raises :class:`MachineError` for an unknown name,
     :class:`InputError` if the GPUs do not fill the nodes evenly.

@@ -127,7 +127,7 @@ def speed_lines(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if mean is not None:
         low, high = mean.interval_seconds
         interval = f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
-        over = f"over {mean.every:,} steps, with the work of some of them only"
+        over = f"a step, in a cycle of {mean.every:,} of which some do more (see the notes)"
         yield "mean", f"{milliseconds(mean.iteration_seconds)}  {interval} {over}"
     if rate is not None:
         several = prediction.gpus > 1

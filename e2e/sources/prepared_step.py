@@ -184,8 +184,9 @@ def _beside_loading(found: PredictionResult, loading: Sequence[Loading]) -> Pred
     if slowest is None or slowest.seconds < LOADING_SHARE * found.prediction.iteration_seconds:
         return found
     line = (
-        f"a data loader takes {slowest.seconds * 1e3:,.3g} ms a step, {slowest.core_seconds * 1e3:,.3g} ms of a core "
-        f"of this machine by {slowest.workers} workers: the step may wait for it, which is not in its time"
+        f"a data loader takes {slowest.seconds * 1e3:,.1f} ms a step, {slowest.core_seconds * 1e3:,.1f} ms of a core "
+        f"of the machine that predicts, shared by {slowest.workers} workers: the step may wait for its data, and the "
+        "predicted time does not include that"
     )
     return with_remarks(found, warnings=[line])
 
