@@ -5,9 +5,10 @@
     python -m lab.bench.measured_programs compare OUT/programs.csv FOLDER --gpu h200-sxm
 
 ``programs.yaml`` lists them, the most telling first. ``fetch`` needs the Python package index; its folder (14 MB) is
-carried to the GPU, where ``run`` makes up the data and needs no network. A program runs as ``__main__`` in a fork of a
-process that has imported the libraries, so that only its own work takes device time; a hook of its optimizer times
-steady steps, then traces a few with shapes and a few without (Kineto), and ends the program from inside.
+carried to the GPU, where ``run`` makes up the data and needs no network. A program runs as ``__main__`` in a process of
+its own, which has imported the libraries before its turn (several do so at a time, to spare device time); a hook of
+its optimizer times steady steps, then traces a few with shapes and a few without (Kineto), and ends the program from
+inside.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,6 +194,7 @@ COLUMNS = (
     *("trace", "error"),
 )
 SEGMENTS, _SEGMENT_SECONDS, _SEGMENT_STEPS, _TRACED_STEPS = 3, 0.7, 3, 2
+_AT_A_TIME = 7
 _WARM = ((6, 1.2), (4, 6.0))  # steps and seconds since the first one: either is enough
 _MOST_SECONDS = {False: 28.0, True: 75.0}  # of a program; compiled
 _LIBRARIES = ("torchvision", "transformers", "timm", "accelerate", "lightning", "torch_geometric", "peft", "pandas")
@@ -207,19 +209,24 @@ def run_programs(
     """
     budget = TimeBudget(minutes)
     make_data(folder)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # a fork cannot use its parent's context
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # so that no context lasts here
         origin = pool.submit(_provenance, device).result()
-    sys.path.append(str((folder / PACKAGES).resolve()))
-    for name in _LIBRARIES:
-        with suppress(Exception):  # the programs that need it say so
-            importlib.import_module(name)
     with Table(output, "programs", COLUMNS, origin, resume) as table:
         done = {row["name"] for row in table.rows}
         progress = SuiteProgress(budget, report, len(listed.programs))
-        for program in listed.programs:
-            if program.name not in done and budget.left(_MOST_SECONDS[program.compiled] / 2):
-                table.add(name=program.name, **_measured(program, folder, output.resolve(), device))
-            progress.step(program.name)
+        left = [each for each in listed.programs if each.name not in done]
+        for start in range(0, len(left), _AT_A_TIME):
+            runs = [_Run(each, folder.resolve(), output.resolve(), device) for each in left[start : start + _AT_A_TIME]]
+            try:
+                for run in runs:  # imports would disturb what is timed
+                    run.wait_until_ready()
+                for run in runs:
+                    if budget.left(run.most_seconds / 2):
+                        table.add(name=run.program.name, **run.measure())
+                    progress.step(run.program.name)
+            finally:
+                for run in runs:
+                    run.end()
         report(f"programs measured in {budget.elapsed:.0f} s; {table.path}")
     return table.path
 
@@ -228,39 +235,59 @@ def _provenance(device: str) -> dict[str, Any]:
     return provenance(open_device(device))
 
 
-def _measured(program: Program, folder: Path, output: Path, device: str) -> dict[str, Any]:
-    """Return the row of a program, run in a fork that is killed with all that it started when its time is over."""
-    _empty(folder / OUT)
-    log, (reading, writing) = output / f"{program.name}.log", os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()
-            with log.open("w", encoding="utf-8") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            _run_as_main(program, folder, output, device, writing)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-    end, ended = time.monotonic() + _MOST_SECONDS[program.compiled], 0
-    while not ended and time.monotonic() < end:
-        time.sleep(0.02)
-        ended, _ = os.waitpid(child, os.WNOHANG)
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    if not ended:
-        os.waitpid(child, 0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        row = pipe.read()
-    if row:
-        return dict(json.loads(row))
-    return {"error": _last_line(log.read_text(errors="replace")) if ended else "no steps timed within its seconds"}
+class _Run:
+    """Process of a program: imports the libraries, waits for its turn, and is killed with all that it started.
+
+    No fork of a process that has them: some of them ask the driver for its GPUs, and then no fork can use it.
+    """
+
+    def __init__(self, program: Program, folder: Path, output: Path, device: str) -> None:
+        self.program, self.folder = program, folder
+        self.most_seconds = _MOST_SECONDS[program.compiled]
+        self.log = output / f"{program.name}.log"
+        reading, writing = os.pipe()
+        self._told = os.fdopen(reading, "rb")
+        line = [sys.executable, "-m", "lab.bench.measured_programs", "child", str(folder), "-o", str(output)]
+        paths = [*sys.path, str(folder / PACKAGES)]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*line, "--device", device, "--writing", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(writing,),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        os.close(writing)
+
+    def wait_until_ready(self) -> None:
+        """Return when the libraries are imported, or the process has ended."""
+        self._told.readline()
+
+    def measure(self) -> dict[str, Any]:
+        """Return the row of the program."""
+        _empty(self.folder / OUT)
+        end = time.monotonic() + self.most_seconds
+        with suppress(BrokenPipeError), self._stdin:
+            self._stdin.write(json.dumps(asdict(self.program)).encode())
+        while self._process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        ended = self._process.returncode is not None
+        self.end()
+        row = self._told.read()
+        if row:
+            return dict(json.loads(row))
+        said = _last_line(self.log.read_text(errors="replace"))
+        return {"error": said if ended else "no steps timed within its seconds"}
+
+    def end(self) -> None:
+        """Kill the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _empty(folder: Path) -> None:
@@ -272,9 +299,14 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["ended without a word"])[-1][:160]
 
 
-def _run_as_main(program: Program, folder: Path, output: Path, device: str, writing: int) -> None:
+def _run_as_main(folder: Path, output: Path, device: str, writing: int) -> None:
     from torch.optim import optimizer
 
+    for name in _LIBRARIES:
+        with suppress(Exception):  # the programs that need it say so
+            importlib.import_module(name)
+    os.write(writing, b"ready\n")
+    program = Program(**json.loads(sys.stdin.read()))
     watching = _watch(program.name, output, open_device(device), writing)
     first: list[int] = []
 
@@ -424,6 +456,24 @@ def run_command(
 ) -> None:
     """Time the steps of the programs on the GPU at hand."""
     run_programs(read_list(listing), folder, output, minutes, resume, _report, device)
+
+
+@app.command("child", hidden=True)
+def child_command(
+    folder: _Folder,
+    output: Annotated[Path, typer.Option("-o")],
+    device: Annotated[str, typer.Option()],
+    writing: Annotated[int, typer.Option()],
+) -> None:
+    """Wait for a program on the standard input, then run it; its row goes to the descriptor ``writing``."""
+    try:
+        _run_as_main(folder, output, device, writing)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @app.command("compare")
