@@ -15,17 +15,21 @@ or, without its waiting, a synchronising call. ``whole`` is the T5 of an operato
 the time between launches.
 
 A profiler lengthens the times it records. Model: every operator record costs ``operator_seconds``, every runtime record
-``call_seconds``; a table stores the mean number of records in its pieces, so that the cost can be subtracted.
+``call_seconds``; a table stores the mean number of records in its pieces, so that the cost can be subtracted. On an
+H200 this was by far not all: host-bound steps took 1.3 to 1.9 times as long with the profiler. So where a step was also
+timed without it, all its pieces are shortened to that time (:func:`profiler_ratio`).
 
-The profiles of ``h100-server`` were recorded with stacks, which lengthen Python between operators (T1) but not the time
-inside them: operators that ran on both hosts take 0.77 of the V100 servers' time there. So its T2 to T5 are its own
-where they were sampled; the rest, and T1, are the V100 servers' times at that level.
+``newer-servers`` is for GPUs of 2022 and later. Two such hosts are known: that of an H100, whose profiles have stacks,
+which lengthen Python between operators (T1) but not the time inside them, and ``h200-server``, a virtual machine with
+an H200. The table has the times of the second where it has any, at the geometric mean of both levels.
 
 Files are JSON; every error names the file.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +41,7 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, open_file
+from costmodel.base.input_files import MALFORMED, open_file, read_text
 from costmodel.base.output_files import write_whole
 from costmodel.machines.record_file import read_record
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
@@ -246,6 +250,23 @@ def fit_table(
     return complete_table(name, means, tuple(sources), inflation)
 
 
+def profiler_ratio(samples: OverheadSamples, profiled: float, seconds: float, inflation: Inflation) -> float:
+    """Return by what factor the pieces of a host-bound step, less the cost of their records, are shorter without the
+    profiler, where the step takes ``profiled`` seconds with it and ``seconds`` without.
+    """
+    records = Mean(profiled, 1, samples.operators / samples.steps, samples.calls / samples.steps)
+    return min(seconds / inflation.without(records), 1.0)
+
+
+def scaled(table: OverheadTable, factor: float) -> OverheadTable:
+    """Return ``table`` without the records' cost, on a host that takes ``factor`` times as long."""
+    means = {
+        kind: {name: replace(mean, seconds=factor * table.without_profiler(mean)) for name, mean in entries.items()}
+        for kind, entries in table.means.items()
+    }
+    return complete_table(table.name, means, table.sources, None)
+
+
 def merge_tables(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
     """Merge tables into one: an operator's mean is over the samples of all of them."""
     means: dict[OverheadPart, dict[str, Mean]] = {}
@@ -385,7 +406,7 @@ SHARED = DIRECTORY / "shared.json"
 _HEAD = 1 << 16
 INFLATION = DIRECTORY / "profiler_inflation.json"
 # GPUs of 2022 and later are in servers of 2022 and later.
-_NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell", "blackwell-rtx")
+_NEWER, _NEWER_GPUS = "newer-servers", ("ada", "hopper", "blackwell", "blackwell-rtx")
 
 
 def known_hosts() -> list[str]:
@@ -412,8 +433,30 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
     from e2e.traces.kineto import read_kineto
     from e2e.traces.recorded_run import expand_files
 
-    profiles = [extract(read_kineto(file)) for file in expand_files([path])]
-    return _of_job(path.name, profiles)
+    files = expand_files([path])
+    profiles = [extract(read_kineto(file)) for file in files]
+    timed = [_timed(file) for file in files]
+    if not all(timed):
+        return _of_job(path.name, profiles)
+    tables = []
+    for samples, (profiled, seconds) in zip(profiles, timed, strict=True):
+        ratio = profiler_ratio(samples, profiled, seconds, load_inflation(INFLATION))
+        tables.append(scaled(_of_job(path.name, [samples]), ratio))
+    return merge_tables(path.name, tables)
+
+
+def _timed(profile: Path) -> tuple[float, ...]:
+    """Return the seconds of a step of ``profile`` with and without the profiler, by the table that the overheads suite
+    of ``costmodel measure`` wrote beside it; empty if there is none.
+    """
+    table = profile.parent / "overheads.csv"
+    rows = csv.DictReader(io.StringIO(read_text(table, "table"))) if table.is_file() else ()
+    seconds = {row.get("quantity"): row for row in rows}
+    for quantity, row in seconds.items():
+        without = seconds.get(str(quantity).removeprefix("profiled "))
+        if row.get("trace") == profile.name and without is not None:
+            return float(row["median_s"]), float(without["median_s"])
+    return ()
 
 
 def check_overheads(path: Path | None) -> None:

@@ -10,6 +10,8 @@ the call's own (four samples of ``_foreach_mul_``: 784 us); the time before a la
 of the recorded model. Both figures are from ``traces/resnet50_V100`` (PyTorch of 2023; SGD with momentum over 161
 parameters, foreach): 784 us before the first call of a step, and 72 to 78 us before the first launch of
 ``_foreach_add_`` and ``_foreach_mul_``, of which the profiler's share (161 records) is known to within a half only.
+A list that is not changed in place is allocated tensor by tensor before the launch (``_foreach_sqrt``: 3 us each on an
+H200), and lists on the host, such as Adam's step counters, are worked through one by one.
 """
 
 from __future__ import annotations
@@ -187,6 +189,9 @@ class HostPrices:
             return fitted((1.0 - GATHERING_SHARE) * known.seconds)
         more = extra_seconds(item.kind, info, 0 if of_others else RECORDED_TENSORS)
         seconds = known.seconds + more * self.overheads.level
+        if info.tensors and (whole or (item.kind == "T2" and not info.name.endswith("_"))):
+            each = "aten::add_" if whole else "aten::empty_strided"
+            seconds += info.tensors * self._of("whole", each).seconds
         if of_others:
             seconds = max(seconds, info.functions * FUNCTION_SECONDS * self.overheads.level)
         return fitted(seconds) if seconds > known.seconds else known

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +23,12 @@ import numpy as np
 import typer
 
 from costmodel.base.errors import InputError
+from costmodel.base.input_files import read_text
 from costmodel.cost_model import CostModel, Estimate
 from e2e.price.host_overheads import (
     INFLATION,
     KINDS,
+    SHARED,
     Mean,
     OverheadPart,
     OverheadTable,
@@ -32,8 +36,11 @@ from e2e.price.host_overheads import (
     fit_table,
     load_inflation,
     load_overheads,
+    load_table,
     merge_tables,
+    profiler_ratio,
     save_table,
+    scaled,
 )
 from e2e.price.overhead_samples import OverheadSamples, extract
 from e2e.price.pricing import price
@@ -43,14 +50,16 @@ from e2e.step.operator_trace import is_multi_tensor
 from e2e.traces.json_stream import archive_members
 from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
+from e2e.traces.step_window import iterations
 from lab.command_line import program, run
 from lab.data.data_folder import FETCH, data_folder
 
 # Name of the table of all public profiles, for an unknown host.
 SHARED_NAME = "shared"
-# Name of the table of a server for GPUs of 2022 and later (Ada, Hopper, Blackwell): the shared one at the level of the
-# host of the H100 that TraceLens recorded, and its own operators (fused attention, linear layers by cuBLASLt).
-H100_NAME = "h100-server"
+# Name of the table of servers for GPUs of 2022 and later (Ada, Hopper, Blackwell).
+NEWER_NAME = "newer-servers"
+# Name of the host of the H200 that we measured (`--measured`).
+H200_NAME = "h200-server"
 INFLATION_FILE = "profiler_inflation.json"
 # Not the time of a host: the A100's takes seven times as long per ResNet-50 operator as the V100's (220 ms a step
 # against 31 ms), which no GPU explains; it was recorded with stacks or on a debugging build.
@@ -66,6 +75,9 @@ WITH_STACKS = (
     "tracelens/h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
     "tracelens/h100__Falconsai_nsfw_image_detection__1016002.json.gz",
 )
+# Share of a step that its GPU works, above which the host may wait for it.
+_LIMITED_BY_GPU = 0.7
+_GENERATED = ("## Call CompiledFxGraph", "triton_")  # names of compiled code
 # Samples of an operator required for its mean to count for the level of a host.
 _LEAST_SAMPLES = 3
 # Table -> profiles of one software stack on one kind of host; an archive stands for all its members.
@@ -78,38 +90,80 @@ STACKS = {
 
 
 def fit_shared_tables(data: Path, output: Path) -> list[OverheadTable]:
-    """Write one table per stack, the shared one of all but ``NOT_SHARED`` and that of H100 servers to ``output`` as
-    ``<name>.json``.
+    """Write one table per stack, the shared one of all but ``NOT_SHARED`` and that of newer servers to ``output`` as
+    ``<name>.json``; it holds the table :data:`H200_NAME`.
 
-    :class:`InputError` names a missing profile or inflation model.
+    :class:`InputError` names a missing profile, table or inflation model.
     """
     inflation = load_inflation(output / INFLATION_FILE)
     profiles = {name: [_extract(data, file) for file in _files(data, stack)] for name, stack in STACKS.items()}
     tables = [fit_table(name, samples, inflation) for name, samples in profiles.items()]
     everything = [samples for name, group in profiles.items() if name not in NOT_SHARED for samples in group]
     servers = fit_table(SHARED_NAME, everything, inflation)
-    factor = hosts_differ(data, tables, servers)
-    recorded = fit_table(H100_NAME, [_extract(data, file) for file in _files(data, WITH_STACKS)], inflation)
-    tables += [replace(each, factor=factor) for each in with_newer_host(servers, recorded)]
+    measured = load_table(output / f"{H200_NAME}.json")
+    recorded = fit_table("h100", [_extract(data, file) for file in _files(data, WITH_STACKS)], inflation)
+    tables.append(replace(with_operators_of(servers, recorded), factor=hosts_differ(data, tables, servers)))
+    newer = newer_servers(servers, recorded, measured)
+    tables.append(replace(newer, factor=hosts_differ(data, [*tables[:-1], measured], servers)))
     for table in tables:
         save_table(table, output / f"{table.name}.json")
     return tables
 
 
-def with_newer_host(servers: OverheadTable, recorded: OverheadTable) -> tuple[OverheadTable, OverheadTable]:
-    """``servers`` with the operators only in the newer host's ``recorded`` table, at the level of ``servers``; and the
-    newer host's table with those only in ``servers``, at its own level. T1 comes only from ``servers``.
+def with_operators_of(servers: OverheadTable, recorded: OverheadTable) -> OverheadTable:
+    """``servers`` with the operators that only ``recorded`` has, at the level of ``servers``; without its T1, for its
+    profiles have stacks.
     """
     level = level_of(recorded, servers)
-    theirs: dict[OverheadPart, dict[str, Mean]] = {}
-    newer: dict[OverheadPart, dict[str, Mean]] = {}
-    for kind in KINDS:
-        old, new = servers.means[kind], {} if kind == "T1" else recorded.means[kind]
-        theirs[kind] = {**{name: _scaled(mean, 1 / level) for name, mean in new.items()}, **old}
-        newer[kind] = {**{name: _scaled(mean, level) for name, mean in old.items()}, **new}
-    sources = (*servers.sources, *recorded.sources)
-    shared = complete_table(SHARED_NAME, theirs, sources, servers.inflation)
-    return shared, replace(complete_table(H100_NAME, newer, sources, servers.inflation), level=level)
+    means: dict[OverheadPart, dict[str, Mean]] = {"T1": {}}
+    for kind in KINDS[1:]:
+        means[kind] = {name: _scaled(mean, 1 / level) for name, mean in recorded.means[kind].items()}
+    means = {kind: {**means[kind], **servers.means[kind]} for kind in KINDS}
+    return complete_table(SHARED_NAME, means, (*servers.sources, *recorded.sources), servers.inflation)
+
+
+def newer_servers(servers: OverheadTable, recorded: OverheadTable, measured: OverheadTable) -> OverheadTable:
+    """Table of the operators of ``measured``, else ``recorded`` (without T1), else ``servers``, at the geometric mean
+    of the levels of the first two over the third.
+    """
+    levels = level_of(measured, servers), level_of(recorded, servers)
+    level = round(math.sqrt(math.prod(levels)), 4)
+    means: dict[OverheadPart, dict[str, Mean]] = {kind: {} for kind in KINDS}
+    tables = (measured, level / levels[0]), (recorded, level / levels[1]), (servers, level)
+    for table, factor in tables:
+        for kind, entries in scaled(table, factor).means.items():
+            means[kind] = {**({} if table is recorded and kind == "T1" else entries), **means[kind]}
+    sources = tuple(source for table, _ in tables for source in table.sources)
+    return replace(complete_table(NEWER_NAME, means, sources, None), level=level)
+
+
+def measured_host(folder: Path) -> OverheadTable:
+    """Table of the host on which the overheads suite and ``lab.bench.measured_programs`` wrote ``folder``.
+
+    Each profile is shortened to the time of its step without the profiler; a step that its GPU limits by the median
+    factor of the others.
+    """
+    tables = [load_overheads(path) for path in sorted(folder.glob("overheads-*.json.gz"))]
+    inflation, ratios, limited = load_inflation(INFLATION), [], []
+    for row in csv.DictReader(io.StringIO(read_text(folder / "programs.csv", "table"))):
+        if not (folder / row["trace"]).is_file():  # a program that ended early
+            continue
+        profile, seconds = read_kineto(folder / row["trace"]), float(row["median_s"])
+        samples = extract(profile)
+        named = {key: values for key, values in samples.values.items() if not key[1].startswith(_GENERATED)}
+        own = replace(samples, values=named, source=row["trace"])
+        table = fit_table(H200_NAME, [own], inflation, others=load_table(SHARED))
+        profiled = sum(window.seconds for window in iterations(profile)) / samples.steps
+        if sum(span.seconds for span in profile.device) / samples.steps > _LIMITED_BY_GPU * seconds:
+            limited.append(table)
+        else:
+            ratios.append(profiler_ratio(samples, profiled, seconds, inflation))
+            tables.append(scaled(table, ratios[-1]))
+    if not ratios:
+        raise InputError(f"{folder / 'programs.csv'}: no program that its host limits, with its trace")
+    tables += [scaled(table, statistics.median(ratios)) for table in limited]
+    merged = merge_tables(H200_NAME, tables)
+    return replace(merged, sources=tuple(replace(each, file=Path(each.file).name) for each in merged.sources))
 
 
 def level_of(host: OverheadTable, other: OverheadTable) -> float:
@@ -229,7 +283,7 @@ def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
     hosts.
     """
     print("host's time for one aten::add, us, without the profiler: by each table, and the floor of NeuSight's hosts")
-    shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, H100_NAME)}
+    shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, NEWER_NAME, H200_NAME)}
     inflation = load_inflation(INFLATION)
     for name, table in {**tables, **shipped}.items():
         print(f"  {name:28} {small_operator_seconds(replace(table, inflation=inflation)) * 1e6:5.1f}")
@@ -238,7 +292,9 @@ def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
     shared = shipped[SHARED_NAME]
     print(f"80 % of these hosts lie within a factor of {shared.factor:g} of the shared table")
     for name, table in tables.items():
-        print(f"  inside operators that both have seen, {name} over {H100_NAME}: {level_of(table, shipped[H100_NAME])}")
+        print(
+            f"  inside operators that both have seen, {name} over {NEWER_NAME}: {level_of(table, shipped[NEWER_NAME])}"
+        )
 
 
 def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]:
@@ -304,8 +360,11 @@ def _without_price(action: Action, rank: RankGraph) -> Action:
 def overheads_command(
     data: Annotated[Path | None, typer.Option(help="Folder of the measurements, which holds traces/.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of the tables to write.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="Folder of a run on the H200: writes its host's table.")] = None,
 ) -> None:
     """Write the tables of host overheads, or compare candidates for that of an unknown host."""
+    if measured is not None and output is not None:
+        save_table(measured_host(measured), output / f"{H200_NAME}.json")
     if output is None:
         compare_tables(data_folder(data))
         return

@@ -28,12 +28,15 @@ from e2e.price.host_overheads import (
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.traces.kineto import read_kineto
 from lab.fit.host_overheads import (
-    H100_NAME,
+    H200_NAME,
     INFLATION_FILE,
+    NEWER_NAME,
     SHARED_NAME,
     STACKS,
     fit_shared_tables,
-    with_newer_host,
+    measured_host,
+    newer_servers,
+    with_operators_of,
 )
 from tests.e2e.recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
@@ -173,11 +176,12 @@ def test_missing_files_and_kinds(tmp_path: Path) -> None:
         fit_shared_tables(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME, H100_NAME])
+@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME, NEWER_NAME, H200_NAME])
 def test_committed_tables_are_complete(name: str) -> None:
     committed = load_table(TABLES / f"{name}.json")
     assert committed.sources
-    assert committed.inflation == load_inflation(TABLES / INFLATION_FILE)
+    without = name in (NEWER_NAME, H200_NAME)  # the profiler's share is taken out already
+    assert committed.inflation == (None if without else load_inflation(TABLES / INFLATION_FILE))
     for kind in KINDS:
         assert 0 < committed.seconds(kind, "aten::never_seen") < 1e-3
     # Launching costs between 2 and 30 us on every host that was recorded.
@@ -187,7 +191,8 @@ def test_committed_tables_are_complete(name: str) -> None:
 @pytest.mark.thorough
 def test_real_tables_are_reproduced_from_the_profiles(tmp_path: Path) -> None:
     recorded(LINEAR)
-    (tmp_path / INFLATION_FILE).write_text((TABLES / INFLATION_FILE).read_text())
+    for name in (INFLATION_FILE, f"{H200_NAME}.json"):
+        (tmp_path / name).write_text((TABLES / name).read_text())
     for fitted in fit_shared_tables(DATA.parent, tmp_path):
         committed = json.loads((TABLES / f"{fitted.name}.json").read_text())
         assert json.loads((tmp_path / f"{fitted.name}.json").read_text()) == committed
@@ -220,33 +225,54 @@ def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None
 
 def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: Path) -> None:
     assert load_overheads().name == load_overheads(architecture="ampere").name == SHARED_NAME
-    assert load_overheads(architecture="hopper").name == load_overheads(Path(H100_NAME)).name == H100_NAME
+    assert load_overheads(architecture="hopper").name == load_overheads(Path(NEWER_NAME)).name == NEWER_NAME
     for machine in (load_machine(name) for name in machine_files()):
         if machine.kind == "gpu":
             newer = machine.chip().compute_capability >= (8, 9)
             found = load_overheads(architecture=machine.chip().architecture).name
-            assert found == (H100_NAME if newer else SHARED_NAME), machine.name
+            assert found == (NEWER_NAME if newer else SHARED_NAME), machine.name
     assert load_overheads(Path("v100-resnet50"), "hopper").name == "v100-resnet50"
-    assert set(known_hosts()) == {*STACKS, SHARED_NAME, H100_NAME}
-    with pytest.raises(InputError, match="no host of that name; known: a100-resnet50-ddp, h100-server"):
+    assert set(known_hosts()) == {*STACKS, SHARED_NAME, NEWER_NAME, H200_NAME}
+    with pytest.raises(InputError, match="no host of that name; known: a100-resnet50-ddp, h200-server"):
         load_overheads(Path("my-host"))
-    assert H100_NAME in foreign_host_note(load_overheads(architecture="hopper"))
+    assert NEWER_NAME in foreign_host_note(load_overheads(architecture="hopper"))
     assert foreign_host_note(load_overheads(Path("v100-resnet50"))) == ""
 
 
-def test_a_newer_host_takes_the_level_inside_operators_for_what_it_was_not_seen_to_do() -> None:
-    """T1 of its own is not believed; operators that it alone knows go back to the others at the same level."""
+def test_newer_servers_are_half_way_between_the_two_known() -> None:
+    """T1 of the one recorded with stacks is not believed; operators that it alone knows go back to the others."""
     old = table(20 * US)
     rows = {("T2", "aten::add"): 10 * US, ("T2", "aten::mul"): 15 * US, ("T2", "aten::fused_attention"): 40 * US}
     rest = {(kind, "aten::add"): (90 if kind == "T1" else 10) * US for kind in KINDS if kind != "T2"}
     samples = {key: [OverheadSample(value, 0.0, 0.0)] * 100 for key, value in {**rows, **rest}.items()}
-    shared, newer = with_newer_host(old, fit_table("new", [OverheadSamples(samples)]))
-    assert (shared.level, newer.level) == (1.0, 0.5)
-    assert newer.means["T1"]["aten::add"].seconds == pytest.approx(10 * US)
-    assert newer.means["T2"]["other::thing"].seconds == pytest.approx(50 * US)
-    assert newer.means["T2"]["aten::fused_attention"].seconds == pytest.approx(40 * US)
+    recorded_host, measured = fit_table("new", [OverheadSamples(samples)]), replace(table(80 * US), name="measured")
+    shared, newer = with_operators_of(old, recorded_host), newer_servers(old, recorded_host, measured)
+    assert (shared.level, newer.level) == (1.0, pytest.approx((0.5 * 1.6) ** 0.5, rel=1e-3))
+    assert newer.means["T1"]["aten::add"].seconds == pytest.approx(80 * US * newer.level / 1.6)
+    assert newer.means["T2"]["aten::fused_attention"].seconds == pytest.approx(40 * US * newer.level / 0.5)
     assert shared.means["T2"]["aten::fused_attention"].seconds == pytest.approx(80 * US)
     assert shared.means["T2"]["aten::add"].seconds == pytest.approx(20 * US)
+
+
+def test_a_profile_is_shortened_to_the_step_without_the_profiler(tmp_path: Path) -> None:
+    """By the table that the overheads suite wrote beside it; without one only the records' cost is taken out."""
+    profile = Profile()
+    for step in range(4):
+        profile.host("user_annotation", f"ProfilerStep#{step}", 100.0 * step, 100)
+        profile.operator("aten::add", 100.0 * step + 10, 40)
+        profile.launch(100.0 * step + 20, 10, 100.0 * step + 32, 2)
+    path = profile.write(tmp_path / "overheads-mlp.json")
+    launch = load_overheads(path).means["T4"]["cudaLaunchKernel"].seconds
+    assert launch == pytest.approx(10 * US)
+    rows = "quantity,median_s,trace\nstep mlp,5e-05,\nprofiled step mlp,1e-04,overheads-mlp.json\n"
+    (tmp_path / "overheads.csv").write_text(rows)
+    ratio = 50 / (100 - 0.573)
+    assert load_overheads(path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio)
+    (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-05\nmissing.json,1\n")
+    assert measured_host(tmp_path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio / 2)
+    (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-06\n")
+    with pytest.raises(InputError, match="no program that its host limits"):
+        measured_host(tmp_path)
 
 
 def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording() -> None:

@@ -32,7 +32,7 @@ from e2e.whatif.questions import (
         ("kernels:x=y=1.5", FasterKernels("x=y", 1.5)),
         ("host=1.5x", FasterHost(1.5)),
         ("host=2", FasterHost(2.0)),
-        ("host=h100-server", OtherHost(Path("h100-server"))),
+        ("host=h200-server", OtherHost(Path("h200-server"))),
         ("host=tables/mine.json", OtherHost(Path("tables/mine.json"))),
     ],
 )
@@ -67,7 +67,7 @@ def test_changes_are_joined_by_a_plus_and_made_in_an_order_of_their_own():
         ("host=.00000001x", "K must be from 1e-06"),
         ("batch=\u00b2", "batch= takes a number of samples"),
         ("batch=2+batch=4", "batch twice in one step"),
-        ("host=2x+host=h100-server", "host twice in one step"),
+        ("host=2x+host=h200-server", "host twice in one step"),
     ],
 )
 def test_other_texts_are_refused_in_one_line(text, message):

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.price.host_overheads import load_table
+from e2e.price.host_overheads import INFLATION, fit_table, load_inflation, load_table, save_table
+from e2e.price.overhead_samples import extract
+from e2e.traces.kineto import read_kineto
 from lab.fit import host_overheads as overhead_fitting
-from lab.fit.host_overheads import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
+from lab.fit.host_overheads import H200_NAME, INFLATION_FILE, NEWER_NAME, SHARED_NAME, fit_shared_tables, level_of
 from lab.validate.models import CONFIGS, LABELS, cases
 from lab.validate.recorded_jobs import DLRM_PROFILES, DLRM_TRACES
 from lab.validate.sections import Asked, run_sections
@@ -129,20 +131,19 @@ def test_host_overheads_are_fitted_from_made_profiles(tmp_path: Path, monkeypatc
     output = tmp_path / "out"
     output.mkdir()
     shutil.copy(TABLES / INFLATION_FILE, output)
+    newer_host = fit_table(H200_NAME, [extract(read_kineto(tmp_path / "newer.json"))], load_inflation(INFLATION))
+    save_table(newer_host, output / f"{H200_NAME}.json")
     tables = {each.name: each for each in fit_shared_tables(tmp_path, output)}
-    assert set(tables) == {"fast", "slow", SHARED_NAME, H100_NAME}
+    assert set(tables) == {"fast", "slow", SHARED_NAME, NEWER_NAME}
     launches = {name: each.seconds("T4", "cudaLaunchKernel") for name, each in tables.items()}
     # Few samples are drawn towards the mean of all calls, that of the synchronisation included.
     assert launches["fast"] == launches[SHARED_NAME] == pytest.approx(4e-6, rel=0.1)
     assert launches["slow"] == pytest.approx(8e-6, rel=0.1)
-    shared, newer = (load_table(output / f"{name}.json") for name in (SHARED_NAME, H100_NAME))
-    assert shared.sources[0].file == "fast.json" and shared.level == 1.0 and shared.factor == newer.factor >= 1.0
+    shared, newer = (load_table(output / f"{name}.json") for name in (SHARED_NAME, NEWER_NAME))
+    assert shared.sources[0].file == "fast.json" and shared.level == 1.0 and newer.factor >= shared.factor >= 1.0
     # T2 and T3 last longer where launches are short: the made operators begin and end at the same times.
     assert newer.level == pytest.approx(level_of(newer, shared), rel=0.05)
     assert newer.means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(2e-6)
-    assert newer.seconds("T1", "aten::view") == pytest.approx(
-        newer.level * shared.seconds("T1", "aten::view"), rel=1e-3
-    )
     (tmp_path / "slow.json").unlink()
     with pytest.raises(InputError, match=r"slow.json: missing; .*data fetch"):
         fit_shared_tables(tmp_path, output)
