@@ -283,6 +283,10 @@ def _batch_norm(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if data.dtype not in ("float32", "float16"):
         return
     row["name"] = "aten::cudnn_batch_norm_backward" if backward else "aten::cudnn_batch_norm"
+    node = row["parent"] if backward else None
+    while node is not None:  # the node of autograd and the engine's work around it have a name of their own
+        rows[node]["name"] = rows[node]["name"].replace("NativeBatchNormBackward", "CudnnBatchNormBackward")
+        node = rows[node]["parent"]
 
 
 _CHANGES = {

@@ -144,6 +144,9 @@ class CudnnRnn(torch.autograd.Function):
         return (None, None, of_data, of_hidden, of_cell, *of_weights)
 
 
+CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # type: ignore[attr-defined] # PyTorch's node, and its host time
+
+
 def is_fused_norm(data: Any, weight: Any) -> bool:
     """True under the conditions of ``rms_norm`` in layer_norm.cpp: real numbers, and a weight of the same type."""
     plain = type(data) is torch.Tensor and data.device.type == "meta" and not data.is_complex()

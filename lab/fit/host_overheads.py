@@ -14,6 +14,7 @@ import io
 import math
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +43,14 @@ from e2e.price.host_overheads import (
     save_table,
     scaled,
 )
-from e2e.price.overhead_samples import OverheadSamples, extract
+from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.step.operator_trace import is_multi_tensor
+from e2e.traces.host_time import nest
 from e2e.traces.json_stream import archive_members
-from e2e.traces.kineto import read_kineto
+from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from e2e.traces.step_window import iterations
 from lab.command_line import program, run
@@ -78,6 +80,7 @@ WITH_STACKS = (
 # Share of a step that its GPU works, above which the host may wait for it.
 _LIMITED_BY_GPU = 0.7
 _GENERATED = ("## Call CompiledFxGraph", "triton_")  # names of compiled code
+GENERATED = "inductor::triton"  # stands for the family of kernels in :mod:`e2e.lowering.torch_compile`
 # Samples of an operator required for its mean to count for the level of a host.
 _LEAST_SAMPLES = 3
 # Table -> profiles of one software stack on one kind of host; an archive stands for all its members.
@@ -151,7 +154,8 @@ def measured_host(folder: Path) -> OverheadTable:
         profile, seconds = read_kineto(folder / row["trace"]), float(row["median_s"])
         samples = extract(profile)
         named = {key: values for key, values in samples.values.items() if not key[1].startswith(_GENERATED)}
-        own = replace(samples, values=named, source=row["trace"])
+        generated = {("T1", GENERATED): found} if (found := generated_launches(profile)) else {}
+        own = replace(samples, values=named | generated, source=row["trace"])
         table = fit_table(H200_NAME, [own], inflation, others=load_table(SHARED))
         profiled = sum(window.seconds for window in iterations(profile)) / samples.steps
         if sum(span.seconds for span in profile.device) / samples.steps > _LIMITED_BY_GPU * seconds:
@@ -164,6 +168,21 @@ def measured_host(folder: Path) -> OverheadTable:
     tables += [scaled(table, statistics.median(ratios)) for table in limited]
     merged = merge_tables(H200_NAME, tables)
     return replace(merged, sources=tuple(replace(each, file=Path(each.file).name) for each in merged.sources))
+
+
+def generated_launches(profile: KinetoTrace) -> list[OverheadSample]:
+    """Samples of the way of compiled code from one of its calls to the launch of a Triton kernel, and back from it."""
+    nesting, samples = nest(profile), []
+    in_operator: dict[int | None, float] = defaultdict(float)
+    for call in profile.runtime:
+        in_operator[nesting.parent[call.id]] += call.seconds
+    ends: dict[int | None, float] = {}
+    for span in profile.operators:
+        around = nesting.parent[span.id]
+        if span.name.startswith(_GENERATED[1]) and around in ends:
+            samples.append(OverheadSample(span.end - ends[around] - in_operator[span.id], 1.0, 1.0))
+        ends[around] = span.end
+    return samples
 
 
 def level_of(host: OverheadTable, other: OverheadTable) -> float:
