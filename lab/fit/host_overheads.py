@@ -35,10 +35,12 @@ from e2e.price.host_overheads import (
     OverheadTable,
     complete_table,
     fit_table,
+    level_of,
     load_inflation,
     load_overheads,
     load_table,
     merge_tables,
+    of_other_jobs,
     profiler_ratio,
     save_table,
     scaled,
@@ -47,7 +49,6 @@ from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
-from e2e.step.operator_trace import is_multi_tensor
 from e2e.traces.host_time import nest
 from e2e.traces.json_stream import archive_members
 from e2e.traces.kineto import KinetoTrace, read_kineto
@@ -81,8 +82,6 @@ WITH_STACKS = (
 _LIMITED_BY_GPU = 0.7
 _GENERATED = ("## Call CompiledFxGraph", "triton_")  # names of compiled code
 GENERATED = "inductor::triton"  # stands for the family of kernels in :mod:`e2e.lowering.torch_compile`
-# Samples of an operator required for its mean to count for the level of a host.
-_LEAST_SAMPLES = 3
 # Table -> profiles of one software stack on one kind of host; an archive stands for all its members.
 STACKS = {
     "rtx-2080-ti-linear": ("traces/linear_2080Ti/linear_kineto.json.gz",),
@@ -167,7 +166,8 @@ def measured_host(folder: Path) -> OverheadTable:
         raise InputError(f"{folder / 'programs.csv'}: no program that its host limits, with its trace")
     tables += [scaled(table, statistics.median(ratios)) for table in limited]
     merged = merge_tables(H200_NAME, tables)
-    return replace(merged, sources=tuple(replace(each, file=Path(each.file).name) for each in merged.sources))
+    sources = tuple(replace(each, file=Path(each.file).name) for each in merged.sources)
+    return of_other_jobs(replace(merged, sources=sources))
 
 
 def generated_launches(profile: KinetoTrace) -> list[OverheadSample]:
@@ -183,21 +183,6 @@ def generated_launches(profile: KinetoTrace) -> list[OverheadSample]:
             samples.append(OverheadSample(span.end - ends[around] - in_operator[span.id], 1.0, 1.0))
         ends[around] = span.end
     return samples
-
-
-def level_of(host: OverheadTable, other: OverheadTable) -> float:
-    """Ratio of the times of ``host`` to those of ``other`` inside operators that both contain: the ratio of the sums
-    over the samples of ``host``, without profiler overhead.
-    """
-    sums = [0.0, 0.0]
-    for kind in KINDS:
-        if kind == "T1":
-            continue
-        for name, mean in host.means[kind].items():
-            if min(mean.count, other.count(kind, name)) >= _LEAST_SAMPLES and not is_multi_tensor(name):
-                sums[0] += mean.count * host.without_profiler(mean)
-                sums[1] += mean.count * other.without_profiler(other.means[kind][name])
-    return round(sums[0] / sums[1], 4)
 
 
 def hosts_differ(data: Path, tables: Sequence[OverheadTable], servers: OverheadTable) -> float:

@@ -17,6 +17,7 @@ from e2e.price.host_overheads import (
     fit_table,
     foreign_host_note,
     known_hosts,
+    level_of,
     load_inflation,
     load_overheads,
     load_table,
@@ -268,6 +269,9 @@ def test_a_profile_is_shortened_to_the_step_without_the_profiler(tmp_path: Path)
     (tmp_path / "overheads.csv").write_text(rows)
     ratio = 50 / (100 - 0.573)
     assert load_overheads(path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio)
+    own = load_overheads(path)
+    assert own.factor == 1.2 and "as other jobs on one host are" in foreign_host_note(own)
+    assert own.level == pytest.approx(level_of(own, load_overheads()))
     (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-05\nmissing.json,1\n")
     assert measured_host(tmp_path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio / 2)
     (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-06\n")

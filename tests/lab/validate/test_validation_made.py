@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.price.host_overheads import INFLATION, fit_table, load_inflation, load_table, save_table
+from e2e.price.host_overheads import INFLATION, fit_table, level_of, load_inflation, load_table, save_table
 from e2e.price.overhead_samples import extract
 from e2e.traces.kineto import read_kineto
 from lab.fit import host_overheads as overhead_fitting
-from lab.fit.host_overheads import H200_NAME, INFLATION_FILE, NEWER_NAME, SHARED_NAME, fit_shared_tables, level_of
+from lab.fit.host_overheads import H200_NAME, INFLATION_FILE, NEWER_NAME, SHARED_NAME, fit_shared_tables
 from lab.validate.models import CONFIGS, LABELS, cases
 from lab.validate.recorded_jobs import DLRM_PROFILES, DLRM_TRACES
 from lab.validate.sections import Asked, run_sections
