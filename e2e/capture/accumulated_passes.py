@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from e2e.capture.evaluation import in_own_containers, is_plain, key_of
+from e2e.capture.evaluation import form_of, is_plain, key_of
 from e2e.capture.recorder import Recorder
 from e2e.step.collective_names import POINT_TO_POINT, kind_of
 from e2e.step.operator_trace import RepeatedPass, shape_of
@@ -33,7 +33,7 @@ class AccumulatedPasses:
         self.leaving_out = True
         # Passes of the step before; 0 if there is none.
         self.before = 0
-        # Outputs of the calls of outermost modules in the last pass that ran, and those of the current one.
+        # Form of the outputs of outermost modules in the last pass that ran, and in the current one.
         self._last: dict[Hashable, Any] = {}
         self._now: dict[Hashable, Any] = {}
         # First and last of the records of each of those calls in the current step.
@@ -84,7 +84,7 @@ class AccumulatedPasses:
         outputs = call(module, *args, **kwargs)
         self._called.append((first, recorder.recorded))
         if key[0] is not None and is_plain(outputs) and not recorder.leaving_out:
-            self._now[key] = in_own_containers(outputs)
+            self._now[key] = form_of(outputs, recorder)
         return outputs
 
     def _is_equal(self, args: Any, kwargs: Any) -> bool:

@@ -97,7 +97,7 @@ class EvaluationPasses:
         outputs = call(module, *args, **kwargs)
         if group.passes == 1:
             group.calls = slice(begin, self.recorder.recorded)
-        self._outputs = in_own_containers(outputs) if is_plain(outputs) else None
+        self._outputs = form_of(outputs, self.recorder) if is_plain(outputs) else None
         return outputs
 
     def _group(self, module: torch.nn.Module) -> PassGroup:
@@ -126,9 +126,14 @@ def is_plain(outputs: Any) -> bool:
     return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(outputs)[0])
 
 
-def in_own_containers(outputs: Any) -> Any:
-    """Return the same tensors in other lists and dictionaries: a program may replace elements of those that it gets."""
-    return tree_map_only(torch.Tensor, lambda each: each, outputs)
+def form_of(outputs: Any, recorder: Recorder) -> Any:
+    """Return tensors like these, unknown to ``recorder``: ``outputs`` themselves, if kept, would never be freed."""
+
+    def alike(output: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(output).requires_grad_(output.requires_grad)
+
+    with recorder.paused(), torch.no_grad():
+        return tree_map_only(torch.Tensor, alike, outputs)
 
 
 def _copied(outputs: Any) -> Any:
