@@ -334,7 +334,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as
-    keys, otherwise memory-efficient.
+    keys, otherwise memory-efficient, or separate products where no kernel fits.
 
     The kernel on a GPU is selected when it is priced.
     """
@@ -361,6 +361,11 @@ def attention(
         return attend(*turned, kernel=kernel, causal=is_causal, dropout=dropout_p, bias=bias).transpose(1, 2)
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    by_cudnn = half and max(query.shape[-1], value.shape[-1]) <= CUDNN_HEAD_DIM and _prefers_cudnn()
+    if backend != "efficient" and type(query) in PLAIN_TENSORS and not _fits_efficient(
+        query, value, attn_mask, grouped=enable_gqa and not by_cudnn
+    ):
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -387,9 +392,22 @@ def _allowed_backends() -> list[str]:
     first.
     """
     allowed = [name for name, is_enabled in _BACKENDS.items() if is_enabled()]
-    if "cudnn" in allowed and torch.cuda.get_device_capability()[0] in _CUDNN_FIRST:
+    if "cudnn" in allowed and _prefers_cudnn():
         allowed.insert(0, allowed.pop())
     return allowed
+
+
+def _prefers_cudnn() -> bool:
+    return torch.cuda.get_device_capability()[0] in _CUDNN_FIRST
+
+
+def _fits_efficient(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> bool:
+    """True if ``can_use_mem_efficient_attention`` accepts the operands: widths of whole vectors, rows without gaps, as
+    many keys' heads as queries' (up to version 2.13).
+    """
+    vector = 16 // query.element_size()
+    whole = query.shape[-1] % vector == 0 and value.shape[-1] % vector == 0
+    return whole and not grouped and (mask is None or mask.stride(-1) == 1)
 
 
 def math_attention(

@@ -73,6 +73,24 @@ def test_efficient_attention_for_32_bits_or_a_mask():
     assert counts(record(step, attention="flash"))["aten::_scaled_dot_product_efficient_attention"] == 1
 
 
+def transposed(mask: torch.Tensor) -> torch.Tensor:
+    return mask.transpose(-1, -2)
+
+
+@pytest.mark.parametrize(
+    ("kv", "mask", "width", "grouped"),
+    [(2, None, 32, True), (4, (1, 4, 16, 16), 32, False), (4, None, 30, False)],
+    ids=["heads that share keys", "a mask with columns in memory", "rows of no whole vectors"],
+)
+def test_separate_products_where_no_kernel_of_32_bits_fits(kv: int, mask: tuple | None, width: int, grouped: bool):
+    query, key, value = (each[..., :width].contiguous() for each in heads(kv=kv))
+    given = None if mask is None else transposed(torch.empty(mask, device="meta"))
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, given, enable_gqa=grouped)  # noqa: E731
+    names = counts(record(step, attention="flash"))
+    assert names["aten::bmm"] == 2 and names["aten::_safe_softmax"] == 1
+    assert not names["aten::_scaled_dot_product_efficient_attention"]
+
+
 def test_efficient_attention_where_values_are_narrower_than_keys():
     """DeepSeek's latent attention: each width counts, forward and backward."""
     query, key, value = heads(torch.bfloat16)
