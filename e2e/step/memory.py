@@ -33,6 +33,7 @@ whose caller decides the order), tables placed by ``--sharding`` summed in ``e2e
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -479,6 +480,11 @@ class AllocationReplay:
             self.levels[held[1]] -= held[0].size
             self.allocator.release(held[0])
 
+    def rename(self, key: Hashable, name: Hashable) -> None:
+        """Keep the block of ``key``, if there is one, as ``name``."""
+        if key in self.blocks:
+            self.blocks[name] = self.blocks.pop(key)
+
     def note(self) -> None:
         """Append the current memory levels to the course of the step."""
         self.course.append(MemoryMoment(self.moment[0], tuple(self.levels.values())))
@@ -490,6 +496,7 @@ class AllocationReplay:
         return MemoryUsage(most, breakdown, *self.fullest, course=tuple(self.course))
 
 
+_MOST_PAIRS = 1 << 24  # of storages, of which the time of a comparison is a few seconds
 # The first step begins without optimizer state, the second with it; after a third all blocks exist.
 _STEPS = 4
 # Operators computed by cuBLAS.
@@ -531,11 +538,13 @@ class _CapturedReplay:
                 self.freed.setdefault(life.last + 1, []).append(storage)
             else:
                 (self.gradients if life.gradient else self.left).append(storage)
+        self.carried: dict[int, list[int]] = {}  # place -> storages of the step before that are freed there
+        self._carry_over()
         self.cleared_at = self._cleared_at()
         self.streams = self._streams()
         self.users = self._users()
         self.update = next((place for place, call in enumerate(trace.calls) if call.phase == "optimizer"), None)
-        places = {*self.made, *self.freed, *self.users, self.cleared_at, self.update}
+        places = {*self.made, *self.freed, *self.carried, *self.users, self.cleared_at, self.update}
         self.places = sorted(place for place in places if place is not None)
 
     def run(self) -> MemoryUsage:
@@ -554,6 +563,9 @@ class _CapturedReplay:
         self.replay.course.clear()  # only the course of the last step is kept
         for storage in self.left:
             self.replay.drop(storage)
+        for storages in self.carried.values():
+            for storage in storages:
+                self.replay.rename(storage, ("before", storage))
         for place in self.places:
             call = self.trace.calls[place]
             self.replay.moment = (call.id, call.name)
@@ -562,6 +574,8 @@ class _CapturedReplay:
                     self.replay.drop(storage)
             for storage in self.freed.get(place, ()):
                 self.replay.drop(storage)
+            for storage in self.carried.get(place, ()):
+                self.replay.drop(("before", storage))
             if place == self.update:  # existing state stays
                 for storage, life in self._existing():
                     self.replay.take(storage, life.size, role_of(life))
@@ -572,6 +586,41 @@ class _CapturedReplay:
             if user is not None:
                 self.replay.take(("workspace", user), self.workspace, "buffers", user[1])
             self.replay.note()
+
+    def _carry_over(self) -> None:
+        """Find where a step frees what the step before has left: outputs until their names are given to new ones, and
+        activations of a backward pass that comes in the next step.
+
+        Storages are numbered in the order in which they are made, so that those of the step before have the same
+        numbers less a constant. It is the one that explains most of the storages that are freed here and made before.
+        """
+        alive = {*self.left, *self.gradients}
+        freed: dict[int, int] = {}
+        for place, call in enumerate(self.trace.calls):
+            freed |= {
+                storage: place
+                for storage in _listed(call, "freed")
+                if storage not in self.storages or self.storages[storage].existed
+            }
+
+        def are_alike(storage: int, later: int) -> bool:
+            known = self.storages.get(storage)
+            return known is None or known.size == self.storages[later].size
+
+        if not alive or not freed or len(alive) * len(freed) > _MOST_PAIRS:
+            return
+        shifts = Counter(later - each for later in alive for each in freed if later > each and are_alike(each, later))
+        if not shifts:
+            return
+        ((shift, _),) = shifts.most_common(1)
+        for storage, place in freed.items():
+            later = storage + shift
+            if later in alive and are_alike(storage, later):
+                self.carried.setdefault(place, []).append(later)
+                self.storages.pop(storage, None)
+        known = {each for storages in self.carried.values() for each in storages}
+        self.left = [each for each in self.left if each not in known]
+        self.gradients = [each for each in self.gradients if each not in known]
 
     def _cleared_at(self) -> int | None:
         """Index of the call before which the gradients of the previous step are freed; None if they stay.

@@ -89,6 +89,33 @@ def test_gradients_that_are_cleared_behind_a_step_are_not_there_in_the_next():
     assert peak(None) == peak("kept behind") == 36 * MIB
 
 
+def test_an_output_lives_until_its_name_is_given_to_the_next():
+    """Storage 1 is of the step before: freed behind the forward pass that makes the new one, 4."""
+    weight, before, output = tensor(0, 12 * MIB), tensor(1, 30 * MIB), tensor(4, 30 * MIB)
+
+    def peak(used: bool, freed_at: int) -> int:
+        calls = (
+            call(0, (weight, before) if used else (weight,), (), freed=(1,) if freed_at == 0 else ()),
+            call(1, (weight,), (output,)),
+            call(2, (output,), (), "backward", freed=(1,) if freed_at else ()),
+        )
+        return replayed_memory(OperatorTrace(calls), 0).allocated_bytes
+
+    assert peak(used=True, freed_at=2) == peak(used=False, freed_at=2) == 72 * MIB
+    assert peak(used=False, freed_at=0) == 42 * MIB
+
+
+def test_activations_of_a_backward_pass_in_the_next_step_are_there_once():
+    """Storage 1 is of the step before and read here; storage 4 takes its place."""
+    weight, before, activation = tensor(0, 12 * MIB), tensor(1, 30 * MIB), tensor(4, 30 * MIB)
+    calls = (
+        call(0, (before,), (), "backward", freed=()),
+        call(1, (weight,), (activation,), freed=(1,)),
+        call(2, (activation,), (), "forward"),
+    )
+    assert replayed_memory(OperatorTrace(calls), 0).allocated_bytes == 42 * MIB
+
+
 def test_threads_and_streams_with_products_have_a_workspace_each():
     one, two = tensor(0, 512), tensor(1, 512)
     products = (
