@@ -362,8 +362,10 @@ def attention(
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     by_cudnn = half and max(query.shape[-1], value.shape[-1]) <= CUDNN_HEAD_DIM and _prefers_cudnn()
-    if backend != "efficient" and type(query) in PLAIN_TENSORS and not _fits_efficient(
-        query, value, attn_mask, grouped=enable_gqa and not by_cudnn
+    if (
+        backend != "efficient"
+        and type(query) in PLAIN_TENSORS
+        and not _fits_efficient(query, value, attn_mask, grouped=enable_gqa and not by_cudnn)
     ):
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa:
