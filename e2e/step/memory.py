@@ -539,7 +539,7 @@ class _CapturedReplay:
             else:
                 (self.gradients if life.gradient else self.left).append(storage)
         self.carried: dict[int, list[int]] = {}  # place -> storages of the step before that are freed there
-        self._carry_over()
+        self._carry_over(min((each for each, life in lifetimes(trace).items() if not life.existed), default=0))
         self.cleared_at = self._cleared_at()
         self.streams = self._streams()
         self.users = self._users()
@@ -587,21 +587,18 @@ class _CapturedReplay:
                 self.replay.take(("workspace", user), self.workspace, "buffers", user[1])
             self.replay.note()
 
-    def _carry_over(self) -> None:
+    def _carry_over(self, first: int) -> None:
         """Find where a step frees what the step before has left: outputs until their names are given to new ones, and
         activations of a backward pass that comes in the next step.
 
-        Storages are numbered in the order in which they are made, so that those of the step before have the same
-        numbers less a constant. It is the one that explains most of the storages that are freed here and made before.
+        Storages are numbered in the order in which they are made, those of this step from ``first`` on, so that those
+        of the step before have the same numbers less a constant. It is the one that explains most of the storages that
+        are freed here and made before.
         """
         alive = {*self.left, *self.gradients}
         freed: dict[int, int] = {}
         for place, call in enumerate(self.trace.calls):
-            freed |= {
-                storage: place
-                for storage in _listed(call, "freed")
-                if storage not in self.storages or self.storages[storage].existed
-            }
+            freed |= {storage: place for storage in _listed(call, "freed") if storage < first}
 
         def are_alike(storage: int, later: int) -> bool:
             known = self.storages.get(storage)
