@@ -418,7 +418,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
     launch, place = job.launch, job.place
     recorder = Recorder({})
     recorder.enabled = False
-    recorder.regions, recorder.custom = Regions(), CustomOperators()
+    recorder.regions, recorder.custom = Regions(hand_on=recorder.hand_on), CustomOperators()
     recorder.noting_lines = recorder.counting = True
     recorder.communication = Communication(recorder)
     notes: list[str] = []

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import get_worker_info
 
 from costmodel.base.errors import ModelError
@@ -33,12 +33,13 @@ from e2e.capture.known_values import follow
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults, is_assumed
 from e2e.capture.possible_values import note
 from e2e.capture.python_calls import Uncounted
-from e2e.capture.regions import Regions
+from e2e.capture.regions import CompiledFunction, Regions
 from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import (
     NUMBERS,
     RECOMPUTED,
+    RETURNED,
     NamedRange,
     NamedRanges,
     OperatorCall,
@@ -352,9 +353,9 @@ class Recorder(TorchDispatchMode):
         if id(module) in self.graphed:
             self.graphs.enter()
 
-    def leave_module(self, module: torch.nn.Module, given: Any, *named_and_returned: Any) -> None:
+    def leave_module(self, module: torch.nn.Module, given: Any, *named_and_returned: Any) -> Any:
         """End ``module``, which was entered last: called with ``given`` and named arguments, which PyTorch leaves out
-        after an error, it returned the last.
+        after an error, it returned the last. Return what the program gets for it.
         """
         *named, returned = named_and_returned
         if self._here.modules:
@@ -366,6 +367,26 @@ class Recorder(TorchDispatchMode):
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update([*_lengths((given, returned))] or _lengths(named))
+        compiled = self.regions is not None and type(module).__name__.endswith("OptimizedModule")
+        return self.hand_on(returned) if compiled and self.regions is not None and not self.regions.inside else None
+
+    def hand_on(self, returned: Any) -> Any:
+        """Note what a compiled region has ``returned``: it writes that, whoever reads it. Return it as results of one
+        autograd node.
+        """
+        if not self.enabled or not self._rows or torch._C._current_graph_task_id() != -1:
+            return returned
+        identities, leaves = self.convert.identities, tree_leaves(returned)
+        with torch._C.DisableTorchFunction(), self.paused():
+            found = [each for each in leaves if type(each) is torch.Tensor and each.is_meta]
+            self._rows[-1].setdefault("attributes", {})[RETURNED] = tuple(map(identities.storage, found))
+            trained = {id(each): each for each in found if each.grad_fn is not None and not each._is_view()}
+            if len(trained) < 2:
+                return returned
+            results = dict(zip(trained, CompiledFunction.apply(identities.alias, *trained.values()), strict=True))
+            for each in results.values():
+                identities.tensor(each)
+        return tree_map_only(torch.Tensor, lambda each: results.get(id(each), each), returned)
 
     @property
     def recorded(self) -> int:

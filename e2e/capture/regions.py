@@ -16,10 +16,11 @@ import torch
 @dataclass
 class Regions:
     """Regions entered by a program. ``parts``: recorded call -> its region; other calls run eagerly. ``apart``: the
-    backward pass of a region is another one.
+    backward pass of a region is another one. ``hand_on``: what the program gets for what a region returns.
     """
 
     apart: bool = False
+    hand_on: Callable[[Any], Any] = lambda returned: returned
     parts: dict[int, int] = field(default_factory=dict)
     _depth: int = 0
     _count: int = 0
@@ -110,6 +111,29 @@ def in_region(function: Callable[..., Any], regions: Regions) -> Callable[..., A
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with regions.region():
-            return function(*args, **kwargs)
+            returned = function(*args, **kwargs)
+        return returned if regions.inside else regions.hand_on(returned)
 
     return run
+
+
+class CompiledFunction(torch.autograd.Function):
+    """Results of compiled code, which are those of one autograd node: it gets zeros for results without gradients.
+    ``alias(new, old)`` notes that tensors share their memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, alias: Callable[[torch.Tensor, torch.Tensor], None], *results: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.forms = [(each.shape, each.dtype) for each in results]
+        found = tuple(torch.empty_like(each) for each in results)
+        for new, old in zip(found, results, strict=True):
+            alias(new, old)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        for (shape, dtype), gradient in zip(ctx.forms, gradients, strict=True):
+            if gradient is None:
+                torch.zeros(shape, dtype=dtype, device="meta")
+        return (None, *gradients)

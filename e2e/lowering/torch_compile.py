@@ -55,7 +55,7 @@ from e2e.lowering.families.work import priced_dtype
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.memory import KeptStorages
-from e2e.step.operator_trace import MARKED_GAPS, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.operator_trace import MARKED_GAPS, RETURNED, OperatorCall, OperatorTrace, Tensor, tensors
 
 # A graph with at least this many nodes per convolution is not converted.
 _MOST_NODES = 300
@@ -163,6 +163,8 @@ class _Node:
     # Version of a storage -> elements and dtype.
     reads: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     writes: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    # Versions that its region returns to the program.
+    returned: set[tuple[int, int]] = field(default_factory=set)
     group: _Node | None = None
 
     @property
@@ -360,6 +362,10 @@ def _nodes(
         node.level += not node.fusible
         node.ends = fusible and any(_is_total(record) for task in work[call.id] for record in task.operators)
         nodes.append(node)
+    for storage in {each for call in trace.calls for each in _integers(call.attributes.get(RETURNED))}:
+        version = (storage, versions.get(storage, -1))
+        if version in producers:
+            producers[version].returned.add(version)
     return nodes
 
 
@@ -395,7 +401,10 @@ def _not_computed(nodes: list[_Node], freed: set[int]) -> set[_Node]:
         dead = {
             node
             for node in nodes
-            if node.fusible and node not in gone and all(each not in used and each[0] in freed for each in node.writes)
+            if node.fusible
+            and node not in gone
+            and not node.returned
+            and all(each not in used and each[0] in freed for each in node.writes)
         }
         if not dead:
             return gone
@@ -453,7 +462,7 @@ def _inlined(nodes: list[_Node]) -> set[_Node]:
             readers[version].append(node)
     inlined: set[_Node] = set()
     for node in nodes:
-        if not node.fusible or len(node.writes) != 1 or not (_is_cast(node) or _is_broadcast(node)):
+        if not node.fusible or len(node.writes) != 1 or not (_is_cast(node) or _is_broadcast(node)) or node.returned:
             continue
         (version,) = node.writes
         if not readers[version] or not all(each.fusible and _home(each) == _home(node) for each in readers[version]):
@@ -682,13 +691,13 @@ def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: s
 def _written(
     group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: set[int]
 ) -> dict[tuple[int, int], tuple[int, str]]:
-    """Return the outputs of a kernel that are used outside it, or neither used nor freed."""
+    """Return the outputs of a kernel that are used outside it, returned, or neither used nor freed."""
     root = group[0].root
     return {
         version: size
         for node in group
         for version, size in node.writes.items()
-        if used[version] - {root} or (not used[version] and version[0] not in freed)
+        if used[version] - {root} or version in node.returned or (not used[version] and version[0] not in freed)
     }
 
 

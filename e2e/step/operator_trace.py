@@ -155,6 +155,8 @@ CPU_ADAM = "deepspeed::cpu_adam"
 PRODUCTS = "multiplies matrices"
 # Attribute of calls in a forward pass that runs again inside the backward pass.
 RECOMPUTED = "recomputed"
+# Attribute of the last call of compiled code in a forward pass: the storages that the code returns.
+RETURNED = "returned"
 # Attribute of calls that make a tensor of a list of the script: the number of its numbers.
 NUMBERS = "numbers"
 # Arguments of operators: tensors, numbers, texts, ``None``, and (nested) tuples of these.

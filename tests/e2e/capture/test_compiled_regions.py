@@ -35,7 +35,7 @@ OPTIONS = StepOptions(mode="forward-backward", attention="flash", seen_gpu=SeenG
 def watched(run: Callable[[], Any]) -> OperatorTrace:
     """Trace of what ``run`` does, recorded as a program is."""
     recorder = Recorder({})
-    recorder.regions, recorder.custom, recorder.counting = Regions(), CustomOperators(), True
+    recorder.regions, recorder.custom, recorder.counting = Regions(hand_on=recorder.hand_on), CustomOperators(), True
     with recording(recorder, OPTIONS):
         run()
     step = recorder.cut()
@@ -103,6 +103,30 @@ def test_a_checkpoint_around_compiled_code_computes_all_of_it_again(compiles: bo
 
     products = [call for call in watched(run).calls if call.name == "aten::addmm"]
     assert len(products) == (4 if compiles else 3)  # eagerly the last one's result is needed by nothing
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_compiled_code_writes_what_it_returns_and_gets_zeros_for_what_is_not_in_the_loss(as_module: bool):
+    class Net(nn.Module):
+        def forward(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
+            scores = given.bfloat16().float()
+            return {"loss": scores.exp().sum(), "scores": scores}
+
+    def run() -> None:
+        given = tensor(1024, 1024).requires_grad_()
+        net = Net()
+        found = (torch.compile(net) if as_module else torch.compile(net.forward))(given)
+        loss = found["loss"]
+        del found
+        loss.backward()
+
+    trace = watched(run)
+    (zeros,) = [call for call in trace.calls if call.name == "aten::zeros" and call.phase == "backward"]
+    assert zeros.outputs[0].shape == (1024, 1024) and zeros.id not in trace.regions
+    rank = lower_step(trace, StepOptions(compile=True)).graph.ranks[0]
+    forward = [task for task in rank.tasks if task.call is not None and rank.calls[task.call].phase == "forward"]
+    written = [each for task in forward for each in task.operators if isinstance(each, Elementwise)]
+    assert any(each.kind == "fused" and each.outputs for each in written)
 
 
 def test_only_what_is_compiled_is_fused():
