@@ -256,6 +256,8 @@ def _number(call: OperatorCall, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+# Duration of launches whose time is in that of another.
+NO_TIME = Duration(0.0, 0.0, 0.0, "memory", "analytic")
 # Profiler records per begin or end of an operator.
 _HALF = 0.5
 THREAD_NAMES = {0: MAIN, 1: AUTOGRAD}
@@ -365,7 +367,7 @@ class _Builder:
     writer: RankWriter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.context = Context(self.options)
+        self.context = Context(self.options, regions=self.trace.regions)
         self.by_id = {call.id: call for call in self.trace.calls}
         phases = settled_phases(self.trace.calls)
         gathered = gathering_calls(self.trace.calls, [phases[call.id] for call in self.trace.calls])
@@ -512,6 +514,9 @@ class _Builder:
                 self.writer.synchronize(call.id, stream=stream)
 
     def _launch(self, piece: DeviceWork, call: OperatorCall, stream: int, collective: Collective | None = None) -> None:
+        for _ in range(piece.launches - 1):
+            place = self.writer.next_task
+            self.writer.launch(Task(place, piece.name, piece.kind, stream, (), NO_TIME, None, call.id))
         place = self.writer.next_task
         self.writer.launch(Task(place, piece.name, piece.kind, stream, piece.operators, None, collective, call.id))
 

@@ -266,7 +266,7 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
                     early = call.name in EARLY
                     current.append(LayerCollective(inside[0], _put_in(call, inside[0]), call.id, inside[1], early))
                 else:
-                    current.append(Work(task.name, task.kind, task.operators, task.call))
+                    current.append(Work(task.name, task.kind, task.operators, task.call, task.duration))
             elif isinstance(action, HostWork | Synchronize):
                 current.append(action)
     gradients = _gradients(trace)
@@ -519,7 +519,8 @@ def capture_optimizer(
     for action in graph.threads["main"]:
         if isinstance(action, Launch):
             task = graph.tasks[action.task]
-            items.append(Work(task.name, task.kind, task.operators, None if task.call is None else task.call + offset))
+            number = None if task.call is None else task.call + offset
+            items.append(Work(task.name, task.kind, task.operators, number, task.duration))
         elif isinstance(action, HostWork):
             items.append(HostWork(action.kind, None if action.call is None else action.call + offset))
         elif isinstance(action, Synchronize):

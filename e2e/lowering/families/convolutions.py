@@ -4,8 +4,11 @@ forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from costmodel.operators.device_work import ConvolutionBackward, Pooling, Reduction
-from costmodel.operators.layers import Conv2d
+from costmodel.operators.layers import DTYPE_BYTES, Conv2d
 from e2e.lowering.families.products import product_dtype
 from e2e.lowering.families.work import (
     Context,
@@ -84,6 +87,41 @@ def _brought(context: Context, channels_last: bool, *operands: Tensor) -> list[D
     ]
 
 
+_VECTOR_BYTES = 16  # loaded at once by a product
+_HOPPER = 9  # compute capability
+_NARROW = 64  # products of an output below which no tensor cores are used
+_TensorPass = Literal["forward", "data", "weight"]
+# Launches of a convolution in NCHW, as traces of cuDNN 9.19 on an H200 show most of them: copies of both operands to
+# NHWC, the products (for weights with a clear or a start), the copy of the result back.
+_COPYING: Mapping[_TensorPass, int] = {"forward": 4, "data": 4, "weight": 5}
+# Windows of one pixel: weights have no layout.
+_PIXEL: Mapping[_TensorPass, int] = {"forward": 3, "data": 3, "weight": 4}
+# The same as matrix products of whole images; those of the weights are split and summed.
+_PRODUCT: Mapping[_TensorPass, int] = {"forward": 1, "data": 1, "weight": 2}
+
+
+def _work(call: OperatorCall, record: Conv2d, what: _TensorPass, context: Context) -> DeviceWork:
+    """Return the kernels of a pass of the convolution ``record``, with one time."""
+    operator = record if what == "forward" else ConvolutionBackward(record, what)
+    launches = 1 if context.is_compiled(call) else _launches(record, what, context)
+    return DeviceWork(call.name, (operator,), launches=launches)
+
+
+def _launches(conv: Conv2d, what: _TensorPass, context: Context) -> int:
+    """Return the number of launches: Hopper's tensor cores take NHWC only."""
+    if context.options.seen_gpu.capability[0] != _HOPPER or conv.channels_last or conv.dtype == "float32":
+        return 1
+    if conv.groups > 1 or conv.depth is not None:
+        return 1
+    if conv.kernel == (1, 1):
+        vector = _VECTOR_BYTES // DTYPE_BYTES[conv.dtype]
+        whole = conv.height * conv.width % vector == 0 and conv.stride == (1, 1)
+        return (_PRODUCT if whole else _PIXEL)[what]
+    if conv.in_channels * conv.kernel[0] * conv.kernel[1] < _NARROW:
+        return 2 if what == "weight" else 1
+    return _COPYING[what]
+
+
 def _each(value: Value, default: int, rank: int) -> tuple[int, ...]:
     """Return one number per spatial dimension; a single one applies to all."""
     numbers = integers(value) or (default,)
@@ -106,7 +144,7 @@ def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
     dtype = product_dtype(data, context, context.options.switches.convolutions)
     last = takes_channels_last(context, data, weight)
     record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
-    return [*_brought(context, last, data), DeviceWork(call.name, (record,))]
+    return [*_brought(context, last, data), _work(call, record, "forward", context)]
 
 
 def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -117,7 +155,7 @@ def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
     dtype = product_dtype(data, context, context.options.switches.convolutions)
     last = takes_channels_last(context, data, weight)
     forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
-    return [DeviceWork(call.name, (ConvolutionBackward(forward, "data"),))]
+    return [_work(call, forward, "data", context)]
 
 
 def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -168,9 +206,9 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     has_bias = any(isinstance(size, int) and size > 0 for size in integers(argument(call, 3)))
     work = _brought(context, last, gradient)
     if wanted[0]:
-        work.append(DeviceWork(call.name, (forward if transposed else ConvolutionBackward(forward, "data"),)))
+        work.append(_work(call, forward, "forward" if transposed else "data", context))
     if wanted[1]:
-        work.append(DeviceWork(call.name, (ConvolutionBackward(forward, "weight"),)))
+        work.append(_work(call, forward, "weight", context))
     if wanted[2] and has_bias:
         sums = Reduction("sum", numel(gradient), gradient.shape[1], priced_dtype(gradient), contiguous=False)
         work.append(DeviceWork("aten::sum", (sums,), auxiliary=True))

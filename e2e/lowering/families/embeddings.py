@@ -30,6 +30,9 @@ from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 # Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu); more are
 # sorted by cub in a few passes.
 UNSORTED_INDICES = 3072
+# Its launches (traces of PyTorch 2.11): positions, histogram and its sums, eight digits, each with a memset; then the
+# segments of equal rows, counted, cut into parts and summed.
+_SORTING, _SUMMING = 21, 9
 _MAXIMUM = 2  # torch.nn.functional.embedding_bag: 0 sum, 1 mean, 2 max
 
 
@@ -48,12 +51,13 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     count = numel(indices)
     work = [fill(output, "aten::zero_")]
-    if count > UNSORTED_INDICES:
-        work.append(_sort(indices, output.shape[0]))
+    many = count > UNSORTED_INDICES
+    if many:
+        work.append(replace(_sort(indices, output.shape[0]), launches=_SORTING))
     record = EmbeddingLookup(
         output.shape[0], output.shape[1], count, count, dtype=priced_dtype(gradient), direction="backward"
     )
-    return [*work, DeviceWork(call.name, (record,))]
+    return [*work, DeviceWork(call.name, (record,), launches=_SUMMING if many else 1)]
 
 
 def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log, prod
 
 from costmodel.operators.device_work import Elementwise, Loss, Reduction, Softmax
@@ -49,9 +50,24 @@ SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cu
 
 def reduction(kind: str, data: Tensor, output: Tensor, context: Context, name: str) -> DeviceWork:
     """Return the reduction of ``data`` to ``output``; contiguous if the innermost dimension is reduced."""
-    return DeviceWork(
-        name, (Reduction(kind, numel(data), numel(output), priced_dtype(data), _innermost(data, output, context)),)
-    )
+    record = Reduction(kind, numel(data), numel(output), priced_dtype(data), _innermost(data, output, context))
+    return DeviceWork(name, (record,))
+
+
+def _summed(kind: str, data: Tensor, output: Tensor, context: Context, call: OperatorCall) -> list[DeviceWork]:
+    """Return a reduction, and before it the memset of its counters if several blocks share an output
+    (``setReduceConfig`` in Reduce.cuh: 256 values for each thread, of which 512 share a contiguous row, 4 a column).
+    """
+    work = reduction(kind, data, output, context, call.name)
+    (record,) = work.operators
+    assert isinstance(record, Reduction)
+    shared = _VALUES * (_ROW_THREADS if record.contiguous else _COLUMN_THREADS)
+    if context.is_compiled(call) or numel(data) < shared * max(numel(output), 1):
+        return [work]
+    return [replace(memset(Tensor(-1, -1, (1,), "int32", data.device)), auxiliary=False), work]
+
+
+_VALUES, _ROW_THREADS, _COLUMN_THREADS = 256, 512, 4
 
 
 def _innermost(data: Tensor, output: Tensor, context: Context) -> bool:
@@ -69,7 +85,7 @@ def _reduce(name: str) -> Lowering:
         data, outputs = tensor_argument(call, 0), gpu_outputs(call)
         if len(gpu_inputs(call)) > 1 and name in ("max", "min"):
             return [elementwise(context, name, outputs[0], gpu_inputs(call), 1, call.name)]
-        return [reduction(name, data, outputs[0], context, call.name)]
+        return _summed(name, data, outputs[0], context, call)
 
     return lower
 
@@ -103,6 +119,21 @@ def _softmax(kind: str) -> Lowering:
         return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, False),))]
 
     return lower
+
+
+def _safe_softmax(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower the softmax of attention as separate products: rows without finite scores, found and counted, are 0."""
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    empty = Tensor(-1, -1, data.shape, "bool", data.device)
+    rows = Tensor(-1, -1, (*data.shape[:-1], 1), "bool", data.device)
+    zero = Tensor(-1, -1, (), data.dtype, data.device)
+    return [
+        *_softmax("softmax")(call, context),
+        elementwise(context, "eq", empty, [data], 1, "aten::isneginf"),
+        reduction("all", empty, rows, context, "aten::all"),
+        elementwise(context, "fill", zero, (), 1, "aten::fill_"),
+        elementwise(context, "where", output, [rows, output], 1, "aten::where"),
+    ]
 
 
 def _softmax_backward(kind: str) -> Lowering:
@@ -262,7 +293,7 @@ TABLE: dict[str, Lowering] = {
     "aten::topk": _sort,
     "aten::_softmax": _softmax("softmax"),
     "aten::softmax": _softmax("softmax"),
-    "aten::_safe_softmax": _softmax("softmax"),
+    "aten::_safe_softmax": _safe_softmax,
     "aten::_log_softmax": _softmax("log_softmax"),
     "aten::log_softmax": _softmax("log_softmax"),
     "aten::_softmax_backward_data": _softmax_backward("softmax"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -92,6 +92,8 @@ class DeviceWork:
     auxiliary: bool = False
     # True if the host waits for it.
     synchronizes: bool = False
+    # Number of launches that together take the time of `operators`.
+    launches: int = 1
 
 
 @dataclass
@@ -101,8 +103,14 @@ class Context:
     options: StepOptions = field(default_factory=StepOptions)
     # (tensor id, storage) -> strides that a trace gives only for views.
     strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    # Compiled regions of the calls in a program; None if the source does not say what is compiled.
+    regions: Mapping[int, int] | None = None
     # Forward calls of lookups, whose backward calls lack the arguments.
     lookups: list[OperatorCall] = field(default_factory=list)
+
+    def is_compiled(self, call: OperatorCall) -> bool:
+        """True if the kernels of ``call`` are those of a compiler."""
+        return self.options.compile and (self.regions is None or call.id in self.regions)
 
     def stride(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the strides in elements; contiguous if the source does not give them."""

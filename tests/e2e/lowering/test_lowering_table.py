@@ -30,7 +30,7 @@ from e2e.lowering import unknown_operators
 from e2e.lowering.families.optimizer_operators import list_launches
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
-from e2e.step.options import StepOptions
+from e2e.step.options import SeenGpu, StepOptions, Tf32Switches
 
 
 def t(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None, number: int = 0) -> Tensor:
@@ -268,7 +268,9 @@ def test_embedding_and_its_dense_gradient(count: int, sorts: int):
     table, indices = t(100, 8), t(count, dtype="int64")
     forward = EmbeddingLookup(100, 8, count, count)
     assert records("aten::embedding", (table, indices, -1, False, False), (out(count, 8),)) == [forward]
-    backward = records("aten::embedding_dense_backward", (t(count, 8), indices, 100, -1, False), (out(100, 8),))
+    given, made = (t(count, 8), indices, 100, -1, False), (out(100, 8),)
+    backward = records("aten::embedding_dense_backward", given, made)
+    assert launches("aten::embedding_dense_backward", given, made) == (1 + 21 + 9 if sorts else 1 + 1)
     assert backward[0] == Elementwise("fill", 800, 0)
     assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 7)] * sorts
     assert backward[-1] == EmbeddingLookup(100, 8, count, count, direction="backward")
@@ -317,6 +319,7 @@ def test_fused_attention_and_its_backward_which_is_priced_as_a_whole():
     tail = (result, None, None, None, 16, 24, 0.0, False, None, None)
     backward = records(f"{name}_backward", (query, query, key, key, *tail), (result, result, result))
     assert [record.direction for record in backward] == ["backward"]
+    assert launches(f"{name}_backward", (query, query, key, key, *tail), (result, result, result)) == 3
 
 
 def test_a_mask_is_read_and_a_named_kernel_is_taken_where_it_can():
@@ -340,6 +343,49 @@ def test_attention_of_a_library_has_its_window_and_sinks():
     # One kernel: published times of a backward hold the sums before it and the conversion after it.
     (backward,) = records("attention::fused_backward", (query, query, key, key, *how), (result, result, result))
     assert backward == replace(forward, direction="backward")
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def launches(name: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], **options: Any) -> int:
+    return len(lower(OperatorTrace((OperatorCall(0, name, None, 0, inputs, outputs),)), StepOptions(**options)).tasks)
+
+
+@pytest.mark.parametrize(
+    ("channels", "plane", "window", "steps", "forward", "backward"),
+    [
+        (64, 56, 3, 1, 4, 4 + 5),  # copies to NHWC and back
+        (64, 56, 1, 1, 1, 1 + 2),  # a product of whole images
+        (64, 7, 1, 1, 3, 3 + 4),  # whose rows are no whole vectors
+        (64, 56, 1, 2, 3, 3 + 4),
+        (3, 56, 3, 1, 1, 1 + 2),  # too few products for tensor cores
+    ],
+)
+def test_convolutions_on_hopper_copy_their_operands(
+    channels: int, plane: int, window: int, steps: int, forward: int, backward: int
+):
+    hopper = {"seen_gpu": SeenGpu(capability=(9, 0)), "tf32": Tf32Switches(convolutions=True)}
+    data, weight = t(8, channels, plane, plane), t(64, channels, window, window)
+    result = out(8, 64, -(-plane // steps), -(-plane // steps))
+    how = ((steps, steps), (window // 2, window // 2), (1, 1))
+    name, given = "aten::cudnn_convolution", (data, weight, how[1], how[0], how[2], 1)
+    assert launches(name, given, (result,), **hopper) == forward
+    assert launches(name, given, (result,)) == launches(name, given, (result,), **hopper, compile=True) == 1
+    assert launches(name, given, (result,), seen_gpu=SeenGpu(capability=(9, 0))) == 1  # FP32, without tensor cores
+    gradients = (result, data, weight, (0,), *how, False, (0, 0), 1, (True, True, False))
+    assert launches("aten::convolution_backward", gradients, (data, weight), **hopper) == backward
+    tasks = lower(OperatorTrace((OperatorCall(0, name, None, 0, given, (result,)),)), StepOptions(**hopper)).tasks
+    assert sum(task.duration is None for task in tasks) == 1  # one time, that of all
+    assert all(task.duration.seconds == 0 for task in tasks if task.duration is not None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "result", "count"),
+    [((4096, 768), (768,), 2), ((512, 768), (768,), 1), ((8, 1 << 18), (8,), 2), ((4096, 768), (4096,), 1)],
+)
+def test_counters_of_outputs_that_blocks_share_are_cleared(shape: tuple, result: tuple, count: int):
+    assert launches("aten::sum", (t(*shape),), (out(*result),)) == count
 
 
 # --- optimizers -----------------------------------------------------------------------------------
