@@ -371,7 +371,7 @@ def _watch(name: str, output: Path, device: Any, writing: int) -> Iterator[None]
 
 HEADER = (
     *("program", "measured ms", "predicted ms (80 %)", "error", "inside"),
-    *("GiB: measured", "predicted", "ms before measuring", "its error", "inside"),
+    *("GiB in use: measured", "predicted", "ms before measuring", "its error", "inside"),
 )
 
 
@@ -423,7 +423,8 @@ def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
     answer = json.loads(done.stdout)
     low, high = answer["interval_seconds"]
     times = {"ms": 1e3 * answer["iteration_seconds"], "low": 1e3 * low, "high": 1e3 * high}
-    return times | {"gib": answer["peak_memory_bytes"] / 2**30}
+    used = answer["peak_memory_bytes"] - answer["memory_breakdown"].get("reserve", 0)  # as `max_memory_allocated` counts
+    return times | {"gib": used / 2**30}
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
