@@ -423,7 +423,9 @@ def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
     answer = json.loads(done.stdout)
     low, high = answer["interval_seconds"]
     times = {"ms": 1e3 * answer["iteration_seconds"], "low": 1e3 * low, "high": 1e3 * high}
-    used = answer["peak_memory_bytes"] - answer["memory_breakdown"].get("reserve", 0)  # as `max_memory_allocated` counts
+    used = answer["peak_memory_bytes"] - answer["memory_breakdown"].get(
+        "reserve", 0
+    )  # as `max_memory_allocated` counts
     return times | {"gib": used / 2**30}
 
 
