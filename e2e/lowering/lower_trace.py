@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.operators.device_work import Elementwise
+from e2e.lowering.families.convolutions import copied_bytes
 from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
 from e2e.lowering.families.package_kernels import triton_product
 from e2e.lowering.families.work import (
@@ -592,7 +593,7 @@ def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "
     elif trace.compiled:
         warnings.append(_EAGER)
     graph = ExecutionGraph((rank,), source=trace.source)
-    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture, kept)}, tuple(warnings))
+    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture, kept, options)}, tuple(warnings))
 
 
 def lower_ranks(
@@ -616,7 +617,9 @@ def lower_ranks(
     elif any(trace.compiled for trace in traces):
         warnings[_EAGER] = None
     graph = ExecutionGraph(ranks, multiplicity, source)
-    memory = {trace.rank: memory_of(trace, architecture, each) for trace, each in zip(traces, kept, strict=True)}
+    memory = {
+        trace.rank: memory_of(trace, architecture, each, options) for trace, each in zip(traces, kept, strict=True)
+    }
     return LoweredStep(graph, memory, tuple(warnings))
 
 
@@ -625,11 +628,20 @@ def _kept(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | N
     return AS_EAGER if trace.regions is None else kept_storages(rank, trace, parts)
 
 
-def memory_of(trace: OperatorTrace, architecture: str, kept: KeptStorages = AS_EAGER) -> MemoryUsage:
+def memory_of(
+    trace: OperatorTrace, architecture: str, kept: KeptStorages = AS_EAGER, options: StepOptions | None = None
+) -> MemoryUsage:
     """Return the memory of a captured step in PyTorch's allocator on a GPU of ``architecture``; for a recorded step,
-    which does not record frees, the memory of its live tensors. ``kept``: what a compiled step keeps.
+    which does not record frees, the memory of its live tensors. ``kept``: what a compiled step keeps; ``options``:
+    those of the lowering, which say what convolutions copy.
     """
-    return replayed_memory(trace, workspace_bytes(architecture), kept) if tells_frees(trace) else peak_memory(trace)
+    if not tells_frees(trace):
+        return peak_memory(trace)
+    context = Context(options or StepOptions(), regions=trace.regions)
+    scratch = {place: copied_bytes(call, context) for place, call in enumerate(trace.calls)}
+    return replayed_memory(
+        trace, workspace_bytes(architecture), kept, {at: size for at, size in scratch.items() if size}
+    )
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:

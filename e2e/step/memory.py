@@ -12,9 +12,9 @@ for every storage the call that makes it and the call before which it is freed. 
 first step; the optimizer's state is allocated where its first step begins, in memory left by activations, and stays;
 gradients stay until ``zero_grad`` of the next step (at the place recorded by the capture, or at the beginning of the
 step if nobody calls it), or throughout if ``zero_grad`` only fills them with zeros. Every thread and stream with matrix
-products has a cuBLAS workspace. Steps are replayed until the allocator reserves no more memory. Not counted: the CUDA
-context and loaded kernels (0.3 to 1.5 GB of the ``nvidia-smi`` figure), workspaces of cuDNN's convolutions, scratch
-memory inside single operators.
+products has a cuBLAS workspace, convolutions their copies in another layout. Steps are replayed until the allocator
+reserves no more memory. Not counted: the CUDA context and loaded kernels (0.3 to 1.5 GB of the ``nvidia-smi`` figure),
+other workspaces of cuDNN, scratch memory inside single operators.
 
 The allocator (:class:`CachingAllocator`) follows c10/cuda/CUDACachingAllocator.cpp with its default settings. Sizes are
 rounded up to 512 bytes. Blocks of at most 1 MiB come from segments of 2 MiB, larger ones from segments of 20 MiB or,
@@ -510,18 +510,21 @@ def tells_frees(trace: OperatorTrace) -> bool:
     return any("freed" in call.attributes for call in trace.calls)
 
 
-def replayed_memory(trace: OperatorTrace, workspace: int, kept: KeptStorages = AS_EAGER) -> MemoryUsage:
+def replayed_memory(
+    trace: OperatorTrace, workspace: int, kept: KeptStorages = AS_EAGER, scratch: Mapping[int, int] | None = None
+) -> MemoryUsage:
     """Return the peak of steady steps of the captured ``trace``, with the memory reserved by the allocator.
 
     ``workspace``: bytes of one cuBLAS workspace (:func:`e2e.step.memory.workspace_bytes`). ``kept``: what a compiled
-    step keeps.
+    step keeps. ``scratch``: place of a call -> bytes that it allocates for itself.
     """
-    return _CapturedReplay(trace, workspace, kept).run()
+    return _CapturedReplay(trace, workspace, kept, scratch or {}).run()
 
 
 class _CapturedReplay:
-    def __init__(self, trace: OperatorTrace, workspace: int, kept: KeptStorages) -> None:
+    def __init__(self, trace: OperatorTrace, workspace: int, kept: KeptStorages, scratch: Mapping[int, int]) -> None:
         self.trace = trace
+        self.scratch = scratch
         self.workspace = workspace
         self.replay = AllocationReplay()
         self.storages = kept.lifetimes(trace)
@@ -544,7 +547,7 @@ class _CapturedReplay:
         self.streams = self._streams()
         self.users = self._users()
         self.update = next((place for place, call in enumerate(trace.calls) if call.phase == "optimizer"), None)
-        places = {*self.made, *self.freed, *self.carried, *self.users, self.cleared_at, self.update}
+        places = {*self.made, *self.freed, *self.carried, *self.users, *scratch, self.cleared_at, self.update}
         self.places = sorted(place for place in places if place is not None)
 
     def run(self) -> MemoryUsage:
@@ -585,6 +588,9 @@ class _CapturedReplay:
             user = self.users.get(place)
             if user is not None:
                 self.replay.take(("workspace", user), self.workspace, "buffers", user[1])
+            if place in self.scratch:
+                self.replay.take("scratch", self.scratch[place], "buffers")
+                self.replay.drop("scratch")
             self.replay.note()
 
     def _carry_over(self, first: int) -> None:

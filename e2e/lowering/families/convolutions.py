@@ -14,6 +14,7 @@ from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     Lowering,
+    UnforeseenCall,
     argument,
     elementwise,
     gpu_outputs,
@@ -25,9 +26,10 @@ from e2e.lowering.families.work import (
     pair,
     priced_dtype,
     rearrangement,
+    size_bytes,
     tensor_argument,
 )
-from e2e.step.operator_trace import OperatorCall, Tensor, Value
+from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
 
 
 def conv2d(
@@ -226,6 +228,23 @@ TABLE: dict[str, Lowering] = {
     "aten::conv3d": _conv2d,
     "aten::convolution_backward": _convolution_backward,
 }
+
+
+def copied_bytes(call: OperatorCall, context: Context) -> int:
+    """Return the bytes of the copies in NHWC that a convolution makes of its operands and its result, 0 if none."""
+    lowering = TABLE.get(call.name)
+    if lowering is None or context.is_compiled(call):
+        return 0
+    try:
+        launches = max(each.launches for each in lowering(call, context))
+    except (UnforeseenCall, IndexError, ValueError):
+        return 0  # treated as an unknown operator
+    if launches < min(_PIXEL.values()):
+        return 0
+    # A backward pass has the same three for either gradient, one after the other.
+    backward = call.name == "aten::convolution_backward"
+    operands = call.inputs[:3] if backward else (*call.inputs[:2], *call.outputs[:1])
+    return sum(size_bytes(each) for each in tensors(operands))
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:

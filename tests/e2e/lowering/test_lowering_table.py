@@ -27,7 +27,9 @@ from costmodel.operators.device_work import (
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering import unknown_operators
+from e2e.lowering.families.convolutions import copied_bytes
 from e2e.lowering.families.optimizer_operators import list_launches
+from e2e.lowering.families.work import Context, size_bytes
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
 from e2e.step.options import SeenGpu, StepOptions, Tf32Switches
@@ -373,6 +375,8 @@ def test_convolutions_on_hopper_copy_their_operands(
     assert launches(name, given, (result,), **hopper) == forward
     assert launches(name, given, (result,)) == launches(name, given, (result,), **hopper, compile=True) == 1
     assert launches(name, given, (result,), seen_gpu=SeenGpu(capability=(9, 0))) == 1  # FP32, without tensor cores
+    copied = copied_bytes(OperatorCall(0, name, None, 0, given, (result,)), Context(StepOptions(**hopper)))
+    assert copied == (sum(map(size_bytes, (data, weight, result))) if forward > 1 else 0)
     gradients = (result, data, weight, (0,), *how, False, (0, 0), 1, (True, True, False))
     assert launches("aten::convolution_backward", gradients, (data, weight), **hopper) == backward
     tasks = lower(OperatorTrace((OperatorCall(0, name, None, 0, given, (result,)),)), StepOptions(**hopper)).tasks

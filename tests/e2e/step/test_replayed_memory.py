@@ -116,6 +116,12 @@ def test_activations_of_a_backward_pass_in_the_next_step_are_there_once():
     assert replayed_memory(OperatorTrace(calls), 0).allocated_bytes == 42 * MIB
 
 
+def test_what_a_call_allocates_for_itself_is_there_beside_its_result():
+    trace = OperatorTrace((call(0, (tensor(0, 12 * MIB),), (tensor(1, 30 * MIB),), freed=()),))
+    usage = replayed_memory(trace, 0, scratch={0: 20 * MIB})
+    assert usage.allocated_bytes == 62 * MIB and usage.breakdown["buffers"] == 20 * MIB
+
+
 def test_threads_and_streams_with_products_have_a_workspace_each():
     one, two = tensor(0, 512), tensor(1, 512)
     products = (
