@@ -258,7 +258,7 @@ def _number(call: OperatorCall, name: str) -> int | None:
 
 
 # Duration of launches whose time is in that of another.
-NO_TIME = Duration(0.0, 0.0, 0.0, "memory", "analytic")
+NO_TIME = Duration(0.0, 0.0, 0.0, "memory", "measured", 0.0)
 # Profiler records per begin or end of an operator.
 _HALF = 0.5
 THREAD_NAMES = {0: MAIN, 1: AUTOGRAD}

@@ -338,5 +338,5 @@ def _together(run: list[Work]) -> Work:
     first = replace(run[0], launch=NOTHING)
     if len(run) == 1:
         return first
-    kernels = tuple(Kernel(work.name, work.kind, work.operators, work.call) for work in run)
-    return replace(first, name=f"{first.name} and {len(run) - 1} more", operators=(), kernels=kernels)
+    kernels = tuple(Kernel(work.name, work.kind, work.operators, work.call, work.duration) for work in run)
+    return replace(first, name=f"{first.name} and {len(run) - 1} more", operators=(), duration=None, kernels=kernels)

@@ -236,11 +236,11 @@ def _price_rank(rank: RankGraph, prices: Prices, host: HostPrices) -> RankGraph:
 def _priced_tasks(tasks: Iterable[Task], prices: Prices) -> Iterator[Task]:
     runs: dict[int, tuple[tuple[Kernel, ...], Duration]] = {}
     for task in tasks:
-        if task.duration is not None or not all(each.operators for each in task.kernels or (task,)):
+        if task.duration is not None or not all(each.operators or each.duration for each in task.kernels or (task,)):
             yield task
         elif task.kernels:
             if id(task.kernels) not in runs:
-                durations = [duration_of(each, prices) for each in task.kernels]
+                durations = [each.duration or duration_of(each, prices) for each in task.kernels]
                 kernels = tuple(replace(each, duration=d) for each, d in zip(task.kernels, durations, strict=True))
                 runs[id(task.kernels)] = kernels, sum_durations(durations)
             kernels, duration = runs[id(task.kernels)]
