@@ -334,7 +334,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as
-    keys, otherwise memory-efficient.
+    keys, separate products for masks that need gradients, otherwise memory-efficient.
 
     The kernel on a GPU is selected when it is priced.
     """
@@ -361,7 +361,12 @@ def attention(
         return attend(*turned, kernel=kernel, causal=is_causal, dropout=dropout_p, bias=bias).transpose(1, 2)
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa:
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if backend != "efficient" and (learned or (grouped and not half)):
+        # `check_attn_mask_shape` and `check_batch_size_and_num_heads_dense` refuse; cuDNN takes grouped heads in 16 bits
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if grouped:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))

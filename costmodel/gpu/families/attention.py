@@ -26,7 +26,7 @@ math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, 
 138340 and 138522), and from 2.11 on, whose cuDNN is newer than the required 9.15 (pytorch pull request 162073;
 huggingface/transformers pull request 48163). Version 2.2 introduced FlashAttention 2; 2.0 and 2.1 have the first.
 Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the memory-efficient kernel
-supports masks and FP32, but BF16 only from Ampere on; all other cases run as separate products.
+supports masks and FP32, but no grouped heads, and BF16 only from Ampere on; all other cases run as separate products.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ import numpy as np
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.rates import BEFORE_AMPERE, dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
+from costmodel.gpu.families.rates import (
+    BEFORE_AMPERE,
+    dram_bandwidth,
+    kernel_floor,
+    l2_bytes,
+    matrix_rate,
+    uses_tensor_cores,
+)
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import ENGINES, Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
@@ -118,7 +125,7 @@ def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST
     fits = even and square and max(operator.widths) <= widest
     if modern and half and fits and plain and not operator.mask:
         return _flash(release)
-    if not operator.sinks and not operator.window and (operator.dtype != "bfloat16" or modern):
+    if not operator.sinks and not operator.window and not grouped and (operator.dtype != "bfloat16" or modern):
         return "efficient"
     return "math"
 
@@ -482,10 +489,21 @@ def _compute_seconds(
     if kernel in _ONE_WIDTH:
         scored = mixed = max(scored, mixed)
     products = 2 * (scored + mixed) if operator.direction == "forward" else 2 * (3 * scored + 2 * mixed)
-    rate = matrix_rate(machine, operator.dtype) / sms
+    rate = _product_rate(operator, kernel, machine) / sms
     cycles = (pace.softmax + (_DROPOUT_CYCLES if operator.dropout else 0.0)) / 1000
     score = products / (rate * pace.products) + cycles / chip.clock_hz
     return float(span * work.shape[0] * work.shape[1] * score + waves * pace.block / chip.clock_hz)
+
+
+# xFormers' kernel multiplies FP32 on tensor cores as three products in TF32 (CUTLASS's ``OpMultiplyAddFastF32``).
+_TF32_PRODUCTS = 3
+
+
+def _product_rate(operator: Attention, kernel: str, machine: Machine) -> float:
+    """Flop/s of the products of ``operator`` by ``kernel`` before the kernel's share."""
+    if kernel == "efficient" and operator.dtype == "float32" and uses_tensor_cores(machine, "tf32"):
+        return matrix_rate(machine, "tf32") / _TF32_PRODUCTS
+    return matrix_rate(machine, operator.dtype)
 
 
 # FlashAttention 1 and 2 have one head dimension for queries, keys and values; narrower values are padded. cuDNN takes

@@ -127,12 +127,14 @@ _TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile
 _SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
 _MAXWELL_TILES = (Tile(128, 32, 0.8, 3), Tile(64, 64, 0.67, 5), Tile(32, 128, 0.66, 3))
 # By architecture: the tiles of single products, then the fewer ones of batched products. Later chips than Ampere run
-# Ampere's kernels.
+# Ampere's kernels, of which cuBLAS 13 chooses smaller ones for batched products too (``sm80_xmma_gemm_f32f32_..`` with
+# tiles of 64 x 64, 64 x 128 and 256 x 64 in traces of H200).
 SIMT_TILES = {
     "pascal": (_MAXWELL_TILES, (_WIDE,)),
     "volta": (_SINGLE_TILES, (_SQUARE, _TALL, _FLAT)),
     "turing": (_SINGLE_TILES, (_WIDE, _SQUARE, _FLAT)),
     "ampere": (_SINGLE_TILES, (_LARGE,)),
+    "hopper": (_SINGLE_TILES, (_LARGE, _WIDE, _SQUARE)),
 }
 # Tensor-core tiles of cuBLAS and CUTLASS, down to narrow ones for few rows.
 TENSOR_TILES = (
@@ -373,11 +375,11 @@ class TensorGemm(Family[Gemm]):
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         products = products_of(operators, machine)
-        products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators))
+        products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators, machine))
         seconds, terms, features = analyse_products(products, TENSOR_TILES, machine)
         if any(each.dtype == _TF32 for each in operators):
             narrow = products_of([_in_16_bits(each) for each in operators], machine)
-            narrow = dataclasses.replace(narrow, rate=narrow.rate * _aligned_shares(operators))
+            narrow = dataclasses.replace(narrow, rate=narrow.rate * _aligned_shares(operators, machine))
             features = analyse_products(narrow, TENSOR_TILES, machine)[2]
         more = accumulating_seconds(operators, machine)
         return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
@@ -395,7 +397,7 @@ class TensorGemm(Family[Gemm]):
         return KernelAnalysis(*analyse_products(products, TENSOR_TILES, machine))
 
     def from_lattice(self, operators: Sequence[Gemm], plain: np.ndarray, machine: Machine) -> np.ndarray:
-        shares = _aligned_shares(operators)
+        shares = _aligned_shares(operators, machine)
         slower = np.ones(len(operators))
         narrow = [_in_16_bits(each) for each in operators]
         if (shares < 1).any() or narrow != list(operators):
@@ -429,6 +431,10 @@ def _in_16_bits(operator: Gemm) -> Gemm:
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
 _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
+# Their kernels are Turing's and Ampere's (``cutlass_75_tensorop_bf16_s1688gemm_.._align1`` in traces of H200), whose
+# instructions use less than half of later chips' tensor cores: output layers of 50,257 columns of GPT-2 (H200, BF16, 4,096
+# tokens) compute 94, 132 and 146 TFLOP/s, products aligned to 2 and to 4 206 and 203.
+_OLD_INSTRUCTIONS = {"hopper": 0.45, "blackwell": 0.45}
 
 
 def _alignment(operator: Gemm) -> int:
@@ -439,8 +445,9 @@ def _alignment(operator: Gemm) -> int:
     return math.gcd(unit * math.gcd(first, second, operator.n), 8)
 
 
-def _aligned_shares(operators: Sequence[Gemm]) -> np.ndarray:
-    return np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+def _aligned_shares(operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
+    shares = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+    return np.where(shares < 1, shares * _OLD_INSTRUCTIONS.get(machine.chip().architecture, 1.0), shares)
 
 
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
