@@ -22,6 +22,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
+from costmodel.gpu.families.load_chains import chain_seconds
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import (
@@ -81,10 +82,13 @@ class MemoryBound(Family[MemoryBoundOperator]):
         flops = np.array([each.flops for each in operators], dtype=float)
         analysis = memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
         issue = np.array([_issue(each, machine) for each in operators])
-        if not issue.any():
+        chains = np.array([chain_seconds(each, machine, WARM_SHARE * l2_bytes(machine)) for each in operators])
+        if not issue.any() and not chains.any():
             return analysis
         floor = kernel_floor(machine)
-        seconds = np.hypot(analysis.seconds - floor, issue) + floor
+        seconds = np.cbrt(np.hypot(analysis.seconds - floor, issue) ** 3 + chains**3) + floor
+        waiting = np.maximum(analysis.terms["memory:DRAM"], chains)
+        analysis = KernelAnalysis(analysis.seconds, {**analysis.terms, "memory:DRAM": waiting}, analysis.features)
         features = {**analysis.features, "seconds": safe_log2(seconds)}
         return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)
 

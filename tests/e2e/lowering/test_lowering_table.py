@@ -182,7 +182,7 @@ def test_softmax_over_any_dimension():
     assert records("aten::_softmax", (t(2, 3, 5), -1, False), (out(2, 3, 5),)) == [Softmax(6, 5)]
     # Along an inner dimension CUDA runs another kernel, which reads its operand once each for maximum, sum and result.
     inner = records("aten::_softmax", (t(2, 3, 5), 1, False), (out(2, 3, 5),))
-    assert inner == [Elementwise("spatial_softmax", 30, inputs=3)]
+    assert inner == [Elementwise("spatial_softmax", 30, inputs=3, chained=9, column=3)]
     backward = (t(6, 5), t(6, 5), 1, "float32")
     assert records("aten::_log_softmax_backward_data", backward, (out(6, 5),)) == [
         Softmax(6, 5, direction="backward", kind="log_softmax")
