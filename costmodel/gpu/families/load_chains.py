@@ -24,14 +24,15 @@ import math
 
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Elementwise, OptimizerStep, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
 from costmodel.operators.layers import element_bytes
 
 _WARP = 32
 _MOST_THREADS, _UNROLLED = 512, 4  # MAX_NUM_THREADS; vt0, and the outputs of a thread where they lie side by side
 _LEAST_SPLIT, _MOST_SPLIT = 16, 256  # min_values_per_thread, max_values_per_thread
 # Kernels of their own, not ``reduce_kernel``.
-_OWN_REDUCTIONS = ("moments", "statistics", "norm_parameters", "count")
+_NORM_PARAMETERS = ("norm_parameters", "norm_weight")
+_OWN_REDUCTIONS = ("moments", "statistics", "count", *_NORM_PARAMETERS)
 # L2 latencies of four loads and the additions and addresses that follow, from H200: 16 to 60 rounds of 0.13 to 0.25 us.
 _ROUND = 1.6
 _NARROW = 2  # rows of 16 bits: twice as many values at a time (H200: 29 to 57 rounds of four in 3.6 to 10.5 us)
@@ -40,6 +41,9 @@ _CHUNK, _CHUNK_STEP = 65536, 512 * 4  # kChunkSize; kBlockSize * kILP
 # 1.2 to 1.5 us for 2,048 elements of Adam, 0.45 of a root alone).
 _PIECE, _UPDATE = 10, 90
 _FUSED = ("adam", "adamw")
+# Bytes a cycle that a multiprocessor loads (of 64; 84 GB/s on H200, where 69 and 107 were measured); rows from
+# which blocks share the columns.
+_LOADED_BYTES, _SPLIT_ROWS = 48, 65536
 _LANES = 128  # a multiprocessor's FP32 lanes since Ampere
 # Latencies of DRAM between the parts of a split reduction and their sum: written, fenced, counted (H200: 12 to 19 us
 # for gradients of biases whose bytes and rounds take 4 to 10, with the memset of the counters).
@@ -52,6 +56,10 @@ def chain_seconds(operator: object, machine: Machine, warm_bytes: float) -> floa
     """
     if isinstance(operator, Reduction) and operator.kind not in _OWN_REDUCTIONS:
         return _reduction_seconds(operator, machine, _load_seconds(operator, machine, warm_bytes))
+    if isinstance(operator, Reduction) and operator.kind in _NORM_PARAMETERS:
+        return _norm_parameters_seconds(operator, machine)
+    if isinstance(operator, Loss):
+        return _picking_seconds(operator, machine)
     if isinstance(operator, Elementwise) and operator.chained:
         threads = operator.elements / operator.column
         waves = max(threads / (machine.chip().sm_count * machine.chip().max_threads), 1.0)
@@ -106,6 +114,28 @@ def _block(across: int, down: int, most: int) -> tuple[int, int]:
     across, down = (1 << min(each, most).bit_length() - 1 for each in (across, down))
     height = min(down, most // min(across, _WARP))
     return min(across, most // height), height
+
+
+def _norm_parameters_seconds(operator: Reduction, machine: Machine) -> float:
+    """Seconds of the bytes of the blocks, one for 32 columns (``GammaBetaBackwardCUDAKernel``), through one
+    multiprocessor each; many rows are split.
+    """
+    chip = machine.chip()
+    columns = operator.outputs / (2 if operator.kind == "norm_parameters" else 1)
+    blocks = max(columns / _WARP, 1.0)
+    if blocks >= chip.sm_count or operator.elements / 2 / columns >= _SPLIT_ROWS:
+        return 0.0
+    return operator.read_bytes / blocks / (_LOADED_BYTES * chip.clock_hz)
+
+
+def _picking_seconds(operator: Loss, machine: Machine) -> float:
+    """Seconds of ``nll_loss_forward_reduce_cuda_kernel_2d``: one block, whose threads load a label and then a score of
+    each of their rows; 0 for other losses.
+    """
+    if operator.kind != "nll" or operator.direction != "forward":
+        return 0.0
+    threads = 1 << int(min(max(math.log2(max(operator.rows, 1) / _LEAST_SPLIT), 5), 10))
+    return math.ceil(operator.rows / threads) * _ROUND * latency(machine, 1)
 
 
 def _multi_tensor_seconds(operator: OptimizerStep, machine: Machine) -> float:

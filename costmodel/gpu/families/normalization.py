@@ -75,10 +75,16 @@ from costmodel.operators.device_work import Normalization, Pooling, Rearrangemen
 from costmodel.operators.layers import element_bytes
 
 _WARP_SOFTMAX_COLUMNS = 1024  # aten/src/ATen/native/cuda/PersistentSoftmax.cuh: dim_size <= 1024
+_SOFTMAX_THREADS, _SOFTMAX_VOCABULARY = 1024, 30000  # threads of a long row; longer than rows in the tables
 _SOFTMAX_ELEMENTS = 4  # elements of a row per thread (SoftMax.cu, SoftMax_getBlockSize)
 _NORM_THREADS = 128  # four warps per row (layer_norm_kernel.cu)
 _NORM_L1_COLUMNS = 1024  # the rows of the blocks of one multiprocessor stay in its L1 up to this length
 _NORM_INSTRUCTIONS = 1800.0  # of warps per row
+# Per row and, forward, per column, of layer and of RMS norm (H200: 2,600 to 6,100 for rows of 768 to 4,096, 1,200 of RMS
+# for 512; gradients of the same rows 1,800 and 1,100).
+_RECENT_INSTRUCTIONS = ((1600.0, 1.1), (900.0, 0.6))
+# Columns of a load, sums of the threads in loads, and latencies of L2 per load (H200: 7 us for 144 rows of 3,328).
+_NORM_VECTOR, _NORM_SUMS, _NORM_LOAD = 4, 5, 1.6
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,12 @@ class SoftmaxRows(Family[Softmax]):
         chip = machine.chip()
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
         in_flight = chip.sm_count * chip.max_threads * _SOFTMAX_ELEMENTS * sizes
-        long = np.array([each.columns > _WARP_SOFTMAX_COLUMNS for each in operators])
+        columns = np.array([each.columns for each in operators], dtype=float)
+        long = columns > _WARP_SOFTMAX_COLUMNS
+        # Rows of a vocabulary fill L2 by themselves (H200: 3.2 readings of 4,096 rows of 50,257).
+        whole = chip.sm_count * (chip.max_threads // _SOFTMAX_THREADS) * columns * sizes
+        vocabulary = (columns >= _SOFTMAX_VOCABULARY) & np.array([each.direction == "forward" for each in operators])
+        in_flight = np.where(vocabulary, np.maximum(in_flight, whole), in_flight)
         again = np.where(long, _SOFTMAX_AGAIN.readings(in_flight, machine), 0.0)
         return _analyse(operators, again, np.zeros(len(operators)), machine)
 
@@ -142,11 +153,20 @@ class NormRows(Family[Normalization]):
         columns = np.array([each.columns for each in operators], dtype=float)
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
         in_flight = chip.sm_count * (chip.max_threads // _NORM_THREADS) * columns * sizes
-        kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
-        again = np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
+        again = self._again(operators, in_flight, machine)
         rows = np.array([each.rows for each in operators])
-        issue = rows / chip.sm_count * _NORM_INSTRUCTIONS / (chip.schedulers * chip.clock_hz)
+        issue = rows / chip.sm_count * self._instructions(operators) / (chip.schedulers * chip.clock_hz)
         return _analyse(operators, again, issue, machine)
+
+    def _again(self, operators: Sequence[Normalization], in_flight: np.ndarray, machine: Machine) -> np.ndarray:
+        """Repeated reads of the input from DRAM, where rows of ``in_flight`` bytes are read at a time."""
+        columns = np.array([each.columns for each in operators], dtype=float)
+        kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
+        return np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
+
+    def _instructions(self, operators: Sequence[Normalization]) -> np.ndarray:
+        """Instructions of warps per row."""
+        return np.full(len(operators), _NORM_INSTRUCTIONS)
 
     def covers(self, operator: Normalization) -> bool:
         forward = operator.direction == "forward"
@@ -156,6 +176,45 @@ class NormRows(Family[Normalization]):
         if operator.direction != "forward" or operator.kind != "layer_norm":
             return "kind"
         return "measured" if self.covers(operator) else "dtype"
+
+
+class RecentNormRows(NormRows):
+    """Layer and RMS norm on Hopper and its successor, whose times tables of older chips do not describe: PyTorch's
+    kernels of 128 threads a row, four columns each (``vectorized_layer_norm_kernel``), unless rows are odd.
+
+    Twice over the row, load after load, then the sums of the threads; rows that fill the chip hide it.
+    """
+
+    name = "normalization-recent"
+
+    def analyse(self, operators: Sequence[Normalization], machine: Machine) -> KernelAnalysis:
+        plain, chip, floor = super().analyse(operators, machine), machine.chip(), kernel_floor(machine)
+        columns = np.array([each.columns for each in operators], dtype=float)
+        rows = np.array([each.rows for each in operators], dtype=float)
+        vector = np.where(columns % _NORM_VECTOR == 0, _NORM_VECTOR, 1)
+        loads = 2 * np.ceil(columns / vector / _NORM_THREADS) + _NORM_SUMS
+        waves = np.maximum(rows / (chip.sm_count * (chip.max_threads // _NORM_THREADS)), 1.0)
+        chain = waves * loads * _NORM_LOAD * latency(machine, 0)
+        waiting = np.maximum(plain.terms["memory:DRAM"], chain)
+        terms = {**plain.terms, "memory:DRAM": waiting}
+        return KernelAnalysis(np.maximum(plain.seconds, chain + floor), terms, plain.features)
+
+    def _again(self, operators: Sequence[Normalization], in_flight: np.ndarray, machine: Machine) -> np.ndarray:
+        backward = np.array([each.direction == "backward" for each in operators])
+        twice = np.minimum(_NORM_AGAIN.readings(2 * in_flight, machine), _NORM_BACKWARD_AGAIN)
+        return np.where(backward, twice, super()._again(operators, in_flight, machine))
+
+    def _instructions(self, operators: Sequence[Normalization]) -> np.ndarray:
+        return np.array([_recent_instructions(each) for each in operators])
+
+    def covers(self, operator: Normalization) -> bool:
+        """False: no table holds them."""
+        return False
+
+
+def _recent_instructions(operator: Normalization) -> float:
+    fixed, each = _RECENT_INSTRUCTIONS[operator.kind == "rms_norm"]
+    return fixed + each * operator.columns if operator.direction == "forward" else fixed
 
 
 def _norm_again(operator: Normalization, layer_norm: float) -> float:
