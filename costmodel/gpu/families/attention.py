@@ -169,7 +169,7 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
     ("cudnn", "encoder", "hopper"): KernelPace(0.592, 33.6, 2080, 2.0),
     ("flash2", "backward", "hopper"): KernelPace(0.414, 113.6, 10200, 2.0),
     ("flash3", "backward", "hopper"): KernelPace(0.771, 90.4, 10400, 2.0),
-    ("cudnn", "backward", "hopper"): KernelPace(0.690, 92.6, 9740, 2.0),
+    ("cudnn", "backward", "hopper"): KernelPace(0.816, 122.0, 11300, 2.0),
     # SimuMax, A100 PCIe 80 GB: causal, 4,096 tokens, widths 128 and 192 with 128 (3 to 5 %).
     ("flash2", "forward", "ampere"): KernelPace(1.05, 105.8, 50, 2.0),
     ("flash2", "backward", "ampere"): KernelPace(0.654, 0.5, 50, 2.0),
@@ -398,8 +398,8 @@ _SINK_PASSES = 2  # passes to append the column of sinks and to remove it again,
 _DROPOUT_CYCLES = 60.0
 # cuDNN takes a number of 32 bits for each score (GPT-2 on H200: 62 us forward instead of 30, 89 backward instead of 66).
 _CUDNN_NUMBERS = {"forward": 4.0, "backward": 3.0}
-# Kernels of cuDNN's gradient besides its own on Hopper: a memset of the FP32 gradient of queries, the products of
-# results and their gradients (``compute_dot_do_o``), the conversion (``convert_dq_to_16bits``).
+# Kernels of cuDNN's gradient besides its own on Hopper: products of results and their gradients (``compute_dot_do_o``),
+# conversion of the gradient of queries (``convert_dq_to_16bits``).
 _APART_LAUNCHES = 1.5
 
 
@@ -508,11 +508,11 @@ def _compute_seconds(
 
 def _apart_bytes(operator: Attention) -> float:
     """Bytes of the kernels of cuDNN's gradient besides its own: results and their gradients, and the gradient of
-    queries cleared, read in FP32 and written in 16 bits.
+    queries, read in FP32 and written in 16 bits.
     """
     queries = operator.batch * operator.heads * operator.query_length
     scored, mixed = operator.widths
-    return queries * (2 * mixed * element_bytes(operator.dtype) + scored * (2 * 4 + element_bytes(operator.dtype)))
+    return queries * (2 * mixed * element_bytes(operator.dtype) + scored * (4 + element_bytes(operator.dtype)))
 
 
 # xFormers' kernel multiplies FP32 on tensor cores as three products in TF32 (CUTLASS's ``OpMultiplyAddFastF32``).
