@@ -117,6 +117,8 @@ class Tile:
     resident: int
     # Computed on the tensor cores.
     tensor: bool = False
+    # Share of the SM's rate that one block alone reaches: a small one has too few warps.
+    alone: float = 1.0
 
 
 # FP32 tiles of cuBLAS 12 with their share of the sustained rate, padding counted: medians over those rows of NeuSight
@@ -125,6 +127,16 @@ class Tile:
 _LARGE, _WIDE, _SQUARE = Tile(128, 128, 1.05, 2), Tile(64, 128, 1.0, 3), Tile(64, 64, 0.85, 5)
 _TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile(32, 64, 0.82, 5), Tile(32, 32, 0.7, 6)
 _SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
+# Share of the FP32 rate of products whose rows do not begin at multiples of 16 bytes, on chips without tables of them
+# (H200: 0.5 and 0.57 for 113 columns and a depth of 1,519).
+_SIMT_ALIGNED = ("hopper",)
+_SIMT_SHARE = {8: 1.0, 4: 0.8, 2: 0.55, 1: 0.55}
+# Hopper's, with the share of one block: 32 x 32 of H200 compute at 0.25 of the rate that full multiprocessors have
+# (adapters of rank 8, 2,048 x 2,048: 12 to 24 us).
+_HOPPER_TILES = tuple(
+    dataclasses.replace(tile, alone=share)
+    for tile, share in zip(_SINGLE_TILES, (0.8, 0.6, 0.4, 0.4, 0.3, 0.25), strict=True)
+)
 _MAXWELL_TILES = (Tile(128, 32, 0.8, 3), Tile(64, 64, 0.67, 5), Tile(32, 128, 0.66, 3))
 # By architecture: the tiles of single products, then the fewer ones of batched products. Later chips than Ampere run
 # Ampere's kernels, of which cuBLAS 13 chooses smaller ones for batched products too (``sm80_xmma_gemm_f32f32_..`` with
@@ -134,7 +146,7 @@ SIMT_TILES = {
     "volta": (_SINGLE_TILES, (_SQUARE, _TALL, _FLAT)),
     "turing": (_SINGLE_TILES, (_WIDE, _SQUARE, _FLAT)),
     "ampere": (_SINGLE_TILES, (_LARGE,)),
-    "hopper": (_SINGLE_TILES, (_LARGE, _WIDE, _SQUARE)),
+    "hopper": (_HOPPER_TILES, (_LARGE, _WIDE, _SQUARE)),
 }
 # Tensor-core tiles of cuBLAS and CUTLASS, down to narrow ones for few rows.
 TENSOR_TILES = (
@@ -231,7 +243,9 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     blocks = products.batch * rows * columns * split
     depth = np.ceil(products.k / split / STEP) * STEP + STEP
-    compute = np.ceil(blocks / sms) * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
+    busiest = np.ceil(blocks / sms)
+    compute = busiest * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
+    compute = compute / np.minimum(tile.alone * busiest, 1.0)
     l2 = blocks * (tile.m + tile.n) * depth * products.size / l2_bandwidth(machine)
     l2 = l2 * (CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
     dram_bytes = operand_traffic(products, tile, split, machine) + products.output_bytes
@@ -353,7 +367,11 @@ class SimtGemm(Family[Gemm]):
         return "measured" if self.covers(operator) else "dtype"
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
-        return KernelAnalysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
+        products = products_of(operators, machine)
+        if machine.chip().architecture in _SIMT_ALIGNED:
+            shares = np.array([_SIMT_SHARE[_alignment(each)] for each in operators])
+            products = dataclasses.replace(products, rate=products.rate * shares)
+        return KernelAnalysis(*analyse_products(products, simt_tiles(machine, False), machine))
 
 
 class BatchedSimtGemm(Family[Gemm]):

@@ -119,6 +119,22 @@ def _softmax(kind: str) -> Lowering:
     return lower
 
 
+def _safe_softmax(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower a softmax whose rows without any finite score become zeros: three more kernels look for these rows and
+    clear them.
+    """
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    rows, columns = _rows(data, argument(call, 1, "dim", -1))
+    masked = Elementwise("isneginf", numel(data), 1, 1, 0, priced_dtype(data), "bool")
+    cleared = Elementwise("where", numel(data), 1, 1, rows, priced_dtype(output), one_by_one=True)
+    return [
+        *_softmax("softmax")(call, context),
+        DeviceWork("aten::isneginf", (masked,), auxiliary=True),
+        DeviceWork("aten::all", (Reduction("all", rows * columns, rows, "bool"),), auxiliary=True),
+        DeviceWork("aten::where", (cleared,), auxiliary=True),
+    ]
+
+
 def _softmax_backward(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 1)
@@ -126,7 +142,10 @@ def _softmax_backward(kind: str) -> Lowering:
         if _inner(data, dimension) > 1:
             return [_spatial_softmax(call, data, dimension, 2)]
         rows, columns = _rows(data, dimension)
-        return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))]
+        work = DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))
+        # SoftMax.cu multiplies gradient and output first, for a softmax without logarithm.
+        product = elementwise(context, "mul", data, [data, data], 1, call.name)
+        return [product, work] if kind == "softmax" else [work]
 
     return lower
 
@@ -277,7 +296,7 @@ TABLE: dict[str, Lowering] = {
     "aten::topk": _sort,
     "aten::_softmax": _softmax("softmax"),
     "aten::softmax": _softmax("softmax"),
-    "aten::_safe_softmax": _softmax("softmax"),
+    "aten::_safe_softmax": _safe_softmax,
     "aten::_log_softmax": _softmax("log_softmax"),
     "aten::log_softmax": _softmax("log_softmax"),
     "aten::_softmax_backward_data": _softmax_backward("softmax"),
