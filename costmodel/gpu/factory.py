@@ -160,9 +160,7 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
-    names = (
-        TensorConvolution.name, ImageKernels.name, ThinProducts.name, HalfRows.name, RecentNormRows.name
-    )
+    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name, HalfRows.name, RecentNormRows.name)
     return replace(known, levels={**known.levels, **dict.fromkeys(names, level)})
 
 
@@ -174,7 +172,8 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
-_ROWS, _RECENT_ROWS, _IMAGES, _HALF, _MEMORY, _COPIES = NormRows(), RecentNormRows(), ImageKernels(), HalfRows(), MemoryBound(), Copies()
+_ROWS, _RECENT_ROWS, _IMAGES, _HALF = NormRows(), RecentNormRows(), ImageKernels(), HalfRows()
+_MEMORY, _COPIES = MemoryBound(), Copies()
 
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:

@@ -364,7 +364,7 @@ def attention(
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     learned = attn_mask is not None and attn_mask.requires_grad
     if backend != "efficient" and (learned or (grouped and not half)):
-        # `check_attn_mask_shape` and `check_batch_size_and_num_heads_dense` refuse; cuDNN takes grouped heads in 16 bits
+        # Refused by `check_attn_mask_shape` and, in 32 bits, by `check_batch_size_and_num_heads_dense`.
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if grouped:
         groups = query.shape[1] // key.shape[1]

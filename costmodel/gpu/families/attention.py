@@ -396,7 +396,7 @@ _SINK_PASSES = 2  # passes to append the column of sinks and to remove it again,
 # Cycles per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
 # (flash-attention csrc, dropout.h).
 _DROPOUT_CYCLES = 60.0
-# cuDNN takes a number of 32 bits for each score (GPT-2 on H200: 62 us forward instead of 30, 89 backward instead of 66).
+# cuDNN takes a number of 32 bits for each score (GPT-2 on H200: 62 us instead of 30 forward, 89 instead of 66).
 _CUDNN_NUMBERS = {"forward": 4.0, "backward": 3.0}
 # Kernels of cuDNN's gradient besides its own on Hopper: products of results and their gradients (``compute_dot_do_o``),
 # conversion of the gradient of queries (``convert_dq_to_16bits``).

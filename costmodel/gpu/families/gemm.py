@@ -461,8 +461,8 @@ def _in_16_bits(operator: Gemm) -> Gemm:
 # those of width 2048 agree. 2 is interpolated.
 _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
 # Their kernels are Turing's and Ampere's (``cutlass_75_tensorop_bf16_s1688gemm_.._align1`` in traces of H200), whose
-# instructions use less than half of later chips' tensor cores: output layers of 50,257 columns of GPT-2 (H200, BF16, 4,096
-# tokens) compute 94, 132 and 146 TFLOP/s, products aligned to 2 and to 4 206 and 203.
+# instructions use less than half of later chips' tensor cores: output layers of 50,257 columns of GPT-2 (H200, BF16,
+# 4,096 tokens) compute 94, 132 and 146 TFLOP/s, products aligned to 2 and to 4 206 and 203.
 _OLD_INSTRUCTIONS = {"hopper": 0.42, "blackwell": 0.42}
 
 

@@ -146,4 +146,3 @@ def _multi_tensor_seconds(operator: OptimizerStep, machine: Machine) -> float:
     instructions = _UPDATE if operator.kind in _FUSED else _PIECE
     step = latency(machine, 1) + _CHUNK_STEP * instructions / (_LANES * chip.clock_hz)
     return waves * math.ceil(largest / _CHUNK_STEP) * step
-

@@ -80,8 +80,8 @@ _SOFTMAX_ELEMENTS = 4  # elements of a row per thread (SoftMax.cu, SoftMax_getBl
 _NORM_THREADS = 128  # four warps per row (layer_norm_kernel.cu)
 _NORM_L1_COLUMNS = 1024  # the rows of the blocks of one multiprocessor stay in its L1 up to this length
 _NORM_INSTRUCTIONS = 1800.0  # of warps per row
-# Per row and, forward, per column, of layer and of RMS norm (H200: 2,600 to 6,100 for rows of 768 to 4,096, 1,200 of RMS
-# for 512; gradients of the same rows 1,800 and 1,100).
+# Per row and, forward, per column, of layer and of RMS norm (H200: 2,600 to 6,100 for rows of 768 to 4,096, 1,200 of
+# RMS for 512; gradients of the same rows 1,800 and 1,100).
 _RECENT_INSTRUCTIONS = ((1600.0, 1.1), (900.0, 0.6))
 # Columns of a load, sums of the threads in loads, and latencies of L2 per load (H200: 7 us for 144 rows of 3,328).
 _NORM_VECTOR, _NORM_SUMS, _NORM_LOAD = 4, 5, 1.6

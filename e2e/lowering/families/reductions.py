@@ -91,6 +91,7 @@ def _walking(work: DeviceWork, data: Tensor, dimension: Value, loads: int) -> De
     """``work`` whose threads make ``loads`` for each element of a column of ``data`` along ``dimension``."""
     _, column = _rows(data, dimension)
     (record,) = work.operators
+    assert isinstance(record, Elementwise)
     return replace(work, operators=(replace(record, chained=loads * column, column=max(column, 1)),))
 
 

@@ -73,6 +73,16 @@ def test_efficient_attention_for_32_bits_or_a_mask():
     assert counts(record(step, attention="flash"))["aten::_scaled_dot_product_efficient_attention"] == 1
 
 
+def test_a_learned_bias_and_grouped_heads_in_32_bits_run_as_products():
+    query, key, value = heads()
+    bias = torch.empty(16, 16, device="meta", requires_grad=True)
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, bias)  # noqa: E731
+    assert counts(record(step, attention="flash"))["aten::bmm"] == 2
+    fewer = key[:, :1], value[:, :1]
+    step = lambda: functional.scaled_dot_product_attention(query, *fewer, enable_gqa=True)  # noqa: E731
+    assert counts(record(step, attention="flash"))["aten::bmm"] == 2
+
+
 def test_efficient_attention_where_values_are_narrower_than_keys():
     """DeepSeek's latent attention: each width counts, forward and backward."""
     query, key, value = heads(torch.bfloat16)
