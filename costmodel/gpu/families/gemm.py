@@ -127,10 +127,6 @@ class Tile:
 _LARGE, _WIDE, _SQUARE = Tile(128, 128, 1.05, 2), Tile(64, 128, 1.0, 3), Tile(64, 64, 0.85, 5)
 _TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile(32, 64, 0.82, 5), Tile(32, 32, 0.7, 6)
 _SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
-# Share of the FP32 rate of products whose rows do not begin at multiples of 16 bytes, on chips without tables of them
-# (H200: 0.5 and 0.57 for 113 columns and a depth of 1,519).
-_SIMT_ALIGNED = ("hopper",)
-_SIMT_SHARE = {8: 1.0, 4: 0.8, 2: 0.55, 1: 0.55}
 # Hopper's, with the share of one block: 32 x 32 of H200 compute at 0.25 of the rate that full multiprocessors have
 # (adapters of rank 8, 2,048 x 2,048: 12 to 24 us).
 _HOPPER_TILES = tuple(
@@ -367,11 +363,7 @@ class SimtGemm(Family[Gemm]):
         return "measured" if self.covers(operator) else "dtype"
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
-        products = products_of(operators, machine)
-        if machine.chip().architecture in _SIMT_ALIGNED:
-            shares = np.array([_SIMT_SHARE[_alignment(each)] for each in operators])
-            products = dataclasses.replace(products, rate=products.rate * shares)
-        return KernelAnalysis(*analyse_products(products, simt_tiles(machine, False), machine))
+        return KernelAnalysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
 
 
 class BatchedSimtGemm(Family[Gemm]):
@@ -460,6 +452,11 @@ def _in_16_bits(operator: Gemm) -> Gemm:
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
 _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
+# Hopper's instructions take operands in TF32 with the summed dimension innermost (PTX ISA, ``wgmma``); others are turned
+# on the way. Share of the rate with one and with two of these, as in gradients: layers of an LSTM, and of a language
+# model of 896 to 4,864 columns, on H200 compute 270 to 290 and 160 to 250 TFLOP/s instead of 375.
+_DEPTH_FIRST = ("hopper",)
+_TURNED_SHARE = (1.0, 0.7, 0.55)
 # Their kernels are Turing's and Ampere's (``cutlass_75_tensorop_bf16_s1688gemm_.._align1`` in traces of H200), whose
 # instructions use less than half of later chips' tensor cores: output layers of 50,257 columns of GPT-2 (H200, BF16,
 # 4,096 tokens) compute 94, 132 and 146 TFLOP/s, products aligned to 2 and to 4 206 and 203.
@@ -476,7 +473,11 @@ def _alignment(operator: Gemm) -> int:
 
 def _aligned_shares(operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
     shares = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
-    return np.where(shares < 1, shares * _OLD_INSTRUCTIONS.get(machine.chip().architecture, 1.0), shares)
+    shares = np.where(shares < 1, shares * _OLD_INSTRUCTIONS.get(machine.chip().architecture, 1.0), shares)
+    if machine.chip().architecture not in _DEPTH_FIRST:
+        return shares
+    turned = [each.transpose_a + (not each.transpose_b) if each.dtype == _TF32 else 0 for each in operators]
+    return np.asarray(shares * np.array([_TURNED_SHARE[count] for count in turned]))
 
 
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]

@@ -157,7 +157,10 @@ def test_what_was_measured_in_another_dtype_only_is_less_certain():
         (Gemm(1, 14912, 128, 384, "tf32", transpose_b=True), 11.8e-6),
         (Gemm(16, 64, 2240, 1024, transpose_b=True), 154.4e-6),
         (Gemm(2, 8, 128, 80, transpose_b=True), 4.4e-6),
-        (Gemm(1, 1053, 113, 9856, transpose_b=True), 144.6e-6),
+        # TF32, forward and both gradients: operands whose rows are not summed over are turned.
+        (Gemm(1, 2048, 151936, 896, "tf32", transpose_b=True), 1486e-6),
+        (Gemm(1, 2048, 896, 4864, "tf32"), 65.8e-6),
+        (Gemm(1, 151936, 896, 2048, "tf32", transpose_a=True), 2267e-6),
     ],
 )
 def test_times_of_h200(product, measured):
