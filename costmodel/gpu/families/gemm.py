@@ -452,8 +452,8 @@ def _in_16_bits(operator: Gemm) -> Gemm:
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
 _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
-# Hopper's instructions take operands in TF32 with the summed dimension innermost (PTX ISA, ``wgmma``); others are turned
-# on the way. Share of the rate with one and with two of these, as in gradients: layers of an LSTM, and of a language
+# Hopper's instructions take operands in TF32 with the summed dimension innermost (PTX ISA, ``wgmma``); others turn
+# on the way. Share of the rate with one and with two of these, as in gradients: layers of an LSTM and of a language
 # model of 896 to 4,864 columns, on H200 compute 270 to 290 and 160 to 250 TFLOP/s instead of 375.
 _DEPTH_FIRST = ("hopper",)
 _TURNED_SHARE = (1.0, 0.7, 0.55)
