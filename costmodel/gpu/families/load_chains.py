@@ -12,7 +12,7 @@ passes.
 **Multi-tensor kernels** (MultiTensorApply.cuh): a block of 512 threads takes 65,536 elements of one tensor, 2,048 at a
 time. A few small tensors leave most multiprocessors idle.
 
-    chain = waves of blocks * loads of a thread * latency,    seconds = |chain, memory|_3 + launch
+    chain = waves of blocks * loads of a thread * latency,    seconds = |chain, memory|_3 + parts handed over + launch
 
 The latency is that of L2 for data that the previous kernel left there, else that of DRAM. Compared with 321 kernels and
 the traces of 17 programs of H200 (calibration/h200-sxm/measured).
@@ -55,7 +55,7 @@ def chain_seconds(operator: object, machine: Machine, warm_bytes: float) -> floa
     stream. ``warm_bytes`` of its traffic are in L2.
     """
     if isinstance(operator, Reduction) and operator.kind not in _OWN_REDUCTIONS:
-        return _reduction_seconds(operator, machine, _load_seconds(operator, machine, warm_bytes))
+        return _reduction_seconds(operator, machine, _load_seconds(operator, machine, warm_bytes))[0]
     if isinstance(operator, Reduction) and operator.kind in _NORM_PARAMETERS:
         return _norm_parameters_seconds(operator, machine)
     if isinstance(operator, Loss):
@@ -69,6 +69,13 @@ def chain_seconds(operator: object, machine: Machine, warm_bytes: float) -> floa
     return 0.0
 
 
+def handing_seconds(operator: object, machine: Machine) -> float:
+    """Seconds in which the parts of a split reduction are written, counted and added; 0 for other kernels."""
+    if not isinstance(operator, Reduction) or operator.kind in _OWN_REDUCTIONS:
+        return 0.0
+    return _reduction_seconds(operator, machine, 0.0)[1]
+
+
 def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_bytes: float) -> float:
     """Mean latency of the loads of ``operator``."""
     traffic = operator.read_bytes + operator.write_bytes
@@ -77,7 +84,8 @@ def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_byte
     return near + cold * (latency(machine, 1) - near)
 
 
-def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> float:
+def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tuple[float, float]:
+    """Seconds of the rounds of a thread, whose loads take ``load`` seconds each, and of its block's part after that."""
     chip = machine.chip()
     outputs = max(operator.outputs, 1)
     values = max(operator.elements // outputs, 1)
@@ -102,11 +110,11 @@ def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> fl
     waves = max(blocks * split / resident, 1.0)
     together = _UNROLLED * (_NARROW if operator.contiguous and element_bytes(operator.dtype) <= _NARROW else 1)
     seconds = waves * math.ceil(each / split / together) * _ROUND * load
-    if split > 1:
-        parts = math.ceil(split / (width * height if operator.contiguous else height))
-        handed = _HANDED_OVER * latency(machine, 1) + kernel_floor(machine)
-        seconds += handed + parts * _ROUND * latency(machine, 0)
-    return seconds
+    if split == 1:
+        return seconds, 0.0
+    parts = math.ceil(split / (width * height if operator.contiguous else height))
+    handed = _HANDED_OVER * latency(machine, 1) + kernel_floor(machine)
+    return seconds, handed + parts * _ROUND * latency(machine, 0)
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:

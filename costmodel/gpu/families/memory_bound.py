@@ -22,7 +22,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
-from costmodel.gpu.families.load_chains import chain_seconds
+from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import (
@@ -88,8 +88,9 @@ class MemoryBound(Family[MemoryBoundOperator]):
         if not issue.any() and not chains.any():
             return analysis
         floor = kernel_floor(machine)
-        seconds = np.cbrt(np.hypot(analysis.seconds - floor, issue) ** 3 + chains**3) + floor
-        waiting = np.maximum(analysis.terms["memory:DRAM"], chains)
+        handed = np.array([handing_seconds(each, machine) for each in operators])
+        seconds = np.cbrt(np.hypot(analysis.seconds - floor, issue) ** 3 + chains**3) + handed + floor
+        waiting = np.maximum(analysis.terms["memory:DRAM"], chains) + handed
         analysis = KernelAnalysis(analysis.seconds, {**analysis.terms, "memory:DRAM": waiting}, analysis.features)
         features = {**analysis.features, "seconds": safe_log2(seconds)}
         return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.load_chains import chain_seconds
+from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
@@ -29,10 +29,12 @@ def test_a_reduction_of_rows_gives_a_warp_to_each_row_and_adds_four_values_at_a_
 def test_few_columns_of_many_rows_are_shared_by_blocks_that_hand_over_their_parts():
     # 4,096 rows: four threads of a block are 1,024 values apart, 64 blocks of 16 values each: four rounds, and the last
     # block adds 64 parts by four rows of threads.
-    found = chain(Reduction("sum", 4096 * 768, 768, contiguous=False))
-    assert found == pytest.approx((4 + 16) * 1.6 * NEAR + 5 * FAR + kernel_floor(H200))
+    columns = Reduction("sum", 4096 * 768, 768, contiguous=False)
+    assert chain(columns) == pytest.approx(4 * 1.6 * NEAR)
+    assert handing_seconds(columns, H200) == pytest.approx(16 * 1.6 * NEAR + 5 * FAR + kernel_floor(H200))
     # Too few rows to be shared: 16 rows of threads, 241 values each.
-    assert chain(Reduction("sum", 3849 * 32, 32, contiguous=False)) == pytest.approx(61 * 1.6 * NEAR)
+    few = Reduction("sum", 3849 * 32, 32, contiguous=False)
+    assert chain(few) == pytest.approx(61 * 1.6 * NEAR) and handing_seconds(few, H200) == 0
 
 
 def test_kernels_of_their_own_are_no_reductions_of_this_kind():
@@ -69,6 +71,8 @@ def test_one_block_picks_the_scores_of_all_labels():
         (Reduction("norm_parameters", 2 * 4096 * 768, 2 * 768, contiguous=False), 17.7e-6),
         (OptimizerStep("adam", 1011345, 5, 4, 3), 40.4e-6),
         (OptimizerStep("adamw", 52968, 6, 4, 3), 9.5e-6),
+        (Reduction("sum", 100352 * 384, 384, contiguous=False), 103e-6),
+        (Reduction("sum", 4096 * 768, 768, "bfloat16", contiguous=False), 15.4e-6),
         (Elementwise("scan", 4 * 512 * 768, chained=1024, column=512), 139e-6),
     ],
 )
