@@ -14,7 +14,7 @@ from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.convolution import TensorConvolution, convolution_family
-from costmodel.gpu.families.family import Family, inverted_shares
+from costmodel.gpu.families.family import MEASURED_KERNELS, Family, inverted_shares
 from costmodel.gpu.families.gemm import ScaledCasts, ScaledProducts, StoredProducts, ThinProducts, gemm_family
 from costmodel.gpu.families.grouped_gemm import engine_experts, grouped_family
 from costmodel.gpu.families.linear_scans import linear_family
@@ -24,6 +24,7 @@ from costmodel.gpu.families.normalization import (
     HalfRows,
     ImageKernels,
     NormRows,
+    RecentNormRows,
     SoftmaxRows,
     is_half_work,
     is_image_work,
@@ -74,7 +75,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     models: dict[type, CostModel] = {Gemm: _Products(machine, partial(_product, machine), residuals, levels, moved)}
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
-    models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
+    models[Normalization] = KernelModel(machine, partial(_normalization, machine), residuals, levels, moved)
     served, both = dict(residuals), levels
     for folder in (SERVING, ENGINES):
         served |= residuals_for(machine, directory / folder)
@@ -159,7 +160,7 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
-    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name, HalfRows.name)
+    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name, HalfRows.name, RecentNormRows.name)
     return replace(known, levels={**known.levels, **dict.fromkeys(names, level)})
 
 
@@ -171,7 +172,8 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
-_ROWS, _IMAGES, _HALF, _MEMORY, _COPIES = NormRows(), ImageKernels(), HalfRows(), MemoryBound(), Copies()
+_ROWS, _RECENT_ROWS, _IMAGES, _HALF = NormRows(), RecentNormRows(), ImageKernels(), HalfRows()
+_MEMORY, _COPIES = MemoryBound(), Copies()
 
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
@@ -182,10 +184,12 @@ def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return convolution_family(operator, machine)
 
 
-def _normalization(operator: AnyOperator) -> Family[Any]:
-    if is_half_work(operator):
-        return _HALF
-    return _IMAGES if is_image_work(operator) else _ROWS
+def _normalization(machine: Machine, operator: AnyOperator) -> Family[Any]:
+    if is_image_work(operator):
+        return _IMAGES
+    if machine.chip().architecture in MEASURED_KERNELS:
+        return _RECENT_ROWS
+    return _HALF if is_half_work(operator) else _ROWS
 
 
 def _memory_bound(operator: AnyOperator) -> Family[Any]:

@@ -189,7 +189,8 @@ class Elementwise(CountedWork):
     threads read from different memory sectors; each sector is reused after ``reuse_bytes`` of others. ``one_by_one``:
     operands are addressed or converted element by element, as PyTorch does those that are broadcast, in another order
     than the output, or of another type; it reads others in vectors. ``instructions`` of each output, where they are
-    known and more than a few, as in filters.
+    known and more than a few, as in filters. ``chained``: loads that a thread makes one after the other, where it walks
+    a ``column`` of so many elements alone, as in scans along an outer dimension.
     """
 
     kind: str
@@ -203,6 +204,9 @@ class Elementwise(CountedWork):
     reuse_bytes: int = 0
     one_by_one: bool = False
     instructions: int = 0
+    # Not in the repr, like `Normalization.apart`.
+    chained: int = field(default=0, repr=False)
+    column: int = field(default=1, repr=False)
 
     @property
     def flops(self) -> int:

@@ -334,7 +334,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as
-    keys, otherwise memory-efficient, or separate products where no kernel fits.
+    keys, otherwise memory-efficient, or separate products where no kernel fits and for masks that need gradients.
 
     The kernel on a GPU is selected when it is priced.
     """
@@ -362,13 +362,14 @@ def attention(
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     by_cudnn = half and max(query.shape[-1], value.shape[-1]) <= CUDNN_HEAD_DIM and _prefers_cudnn()
-    if (
-        backend != "efficient"
-        and type(query) in PLAIN_TENSORS
-        and not _fits_efficient(query, value, attn_mask, grouped=enable_gqa and not by_cudnn)
-    ):
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    learned = attn_mask is not None and attn_mask.requires_grad  # refused by `check_attn_mask_shape`
+    fitting = type(query) not in PLAIN_TENSORS or _fits_efficient(
+        query, value, attn_mask, grouped=grouped and not by_cudnn
+    )
+    if backend != "efficient" and (learned or not fitting):
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if enable_gqa:
+    if grouped:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))

@@ -136,7 +136,7 @@ def _compiled_phases(trace: OperatorTrace) -> tuple[str, ...]:
 
 
 _FUSIBLE = (Elementwise, Normalization, Softmax)
-_COPIES = ("transpose", "concat", "split")
+_COPIES = ("transpose", "concat", "strided_concat", "split")
 _CASTS = ("aten::_to_copy", "aten::to")
 _SMALL_TABLE = 4096  # elements of a table that stays in the cache
 _ALIGNED = 8  # elements of 16 bits that products load at once

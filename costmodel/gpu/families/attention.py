@@ -26,7 +26,7 @@ math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, 
 138340 and 138522), and from 2.11 on, whose cuDNN is newer than the required 9.15 (pytorch pull request 162073;
 huggingface/transformers pull request 48163). Version 2.2 introduced FlashAttention 2; 2.0 and 2.1 have the first.
 Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the memory-efficient kernel
-supports masks and FP32, but BF16 only from Ampere on; all other cases run as separate products.
+supports masks and FP32, but no grouped heads, and BF16 only from Ampere on; all other cases run as separate products.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ import numpy as np
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.rates import BEFORE_AMPERE, dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
+from costmodel.gpu.families.rates import (
+    BEFORE_AMPERE,
+    dram_bandwidth,
+    kernel_floor,
+    l2_bytes,
+    matrix_rate,
+    uses_tensor_cores,
+)
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import ENGINES, Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
@@ -118,7 +125,7 @@ def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST
     fits = even and square and max(operator.widths) <= widest
     if modern and half and fits and plain and not operator.mask:
         return _flash(release)
-    if not operator.sinks and not operator.window and (operator.dtype != "bfloat16" or modern):
+    if not operator.sinks and not operator.window and not grouped and (operator.dtype != "bfloat16" or modern):
         return "efficient"
     return "math"
 
@@ -162,7 +169,7 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
     ("cudnn", "encoder", "hopper"): KernelPace(0.592, 33.6, 2080, 2.0),
     ("flash2", "backward", "hopper"): KernelPace(0.414, 113.6, 10200, 2.0),
     ("flash3", "backward", "hopper"): KernelPace(0.771, 90.4, 10400, 2.0),
-    ("cudnn", "backward", "hopper"): KernelPace(0.690, 92.6, 9740, 2.0),
+    ("cudnn", "backward", "hopper"): KernelPace(0.816, 122.0, 11300, 2.0),
     # SimuMax, A100 PCIe 80 GB: causal, 4,096 tokens, widths 128 and 192 with 128 (3 to 5 %).
     ("flash2", "forward", "ampere"): KernelPace(1.05, 105.8, 50, 2.0),
     ("flash2", "backward", "ampere"): KernelPace(0.654, 0.5, 50, 2.0),
@@ -389,6 +396,11 @@ _SINK_PASSES = 2  # passes to append the column of sinks and to remove it again,
 # Cycles per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
 # (flash-attention csrc, dropout.h).
 _DROPOUT_CYCLES = 60.0
+# cuDNN takes a number of 32 bits for each score (GPT-2 on H200: 62 us instead of 30 forward, 89 instead of 66).
+_CUDNN_NUMBERS = {"forward": 4.0, "backward": 3.0}
+# Kernels of cuDNN's gradient besides its own on Hopper: products of results and their gradients (``compute_dot_do_o``),
+# conversion of the gradient of queries (``convert_dq_to_16bits``).
+_APART_LAUNCHES = 1.5
 
 
 class FusedAttention(Family[Attention]):
@@ -414,11 +426,15 @@ class FusedAttention(Family[Attention]):
         missed = np.clip((traffic / l2_bytes(machine) - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0)
         dram = traffic * missed / dram_bandwidth(machine)
         launch = np.full(len(operators), pace.launches * kernel_floor(machine))
-        seconds = launch + (compute**_OVERLAP + dram**_OVERLAP) ** (1 / _OVERLAP)
+        apart = np.zeros(len(operators))
+        if kernel == "cudnn" and self.phase == "backward" and generation == "hopper":
+            apart = np.array([_apart_bytes(each) for each in operators]) / dram_bandwidth(machine)
+            launch = launch + _APART_LAUNCHES * kernel_floor(machine)
+        seconds = launch + apart + (compute**_OVERLAP + dram**_OVERLAP) ** (1 / _OVERLAP)
         features = _features(operators, works, sms)
         if self.kernel in ENGINES:
             features["bytes"] = np.array([float(element_bytes(each.cached or each.dtype)) for each in operators])
-        return KernelAnalysis(seconds, {"compute": compute, "memory:DRAM": dram, "launch": launch}, features)
+        return KernelAnalysis(seconds, {"compute": compute, "memory:DRAM": dram + apart, "launch": launch}, features)
 
     def with_pace(self, pace: KernelPace) -> FusedAttention:
         """The same family with another ``pace`` than the kernel's default."""
@@ -482,10 +498,32 @@ def _compute_seconds(
     if kernel in _ONE_WIDTH:
         scored = mixed = max(scored, mixed)
     products = 2 * (scored + mixed) if operator.direction == "forward" else 2 * (3 * scored + 2 * mixed)
-    rate = matrix_rate(machine, operator.dtype) / sms
-    cycles = (pace.softmax + (_DROPOUT_CYCLES if operator.dropout else 0.0)) / 1000
+    rate = _product_rate(operator, kernel, machine) / sms
+    numbers = _CUDNN_NUMBERS[operator.direction] if kernel == "cudnn" else 1.0
+    dropped = _DROPOUT_CYCLES * numbers if operator.dropout else 0.0
+    cycles = (pace.softmax + dropped) / 1000
     score = products / (rate * pace.products) + cycles / chip.clock_hz
     return float(span * work.shape[0] * work.shape[1] * score + waves * pace.block / chip.clock_hz)
+
+
+def _apart_bytes(operator: Attention) -> float:
+    """Bytes of the kernels of cuDNN's gradient besides its own: results and their gradients, and the gradient of
+    queries, read in FP32 and written in 16 bits.
+    """
+    queries = operator.batch * operator.heads * operator.query_length
+    scored, mixed = operator.widths
+    return queries * (2 * mixed * element_bytes(operator.dtype) + scored * (4 + element_bytes(operator.dtype)))
+
+
+# xFormers' kernel multiplies FP32 on tensor cores as three products in TF32 (CUTLASS's ``OpMultiplyAddFastF32``).
+_TF32_PRODUCTS = 3
+
+
+def _product_rate(operator: Attention, kernel: str, machine: Machine) -> float:
+    """Flop/s of the products of ``operator`` by ``kernel`` before the kernel's share."""
+    if kernel == "efficient" and operator.dtype == "float32" and uses_tensor_cores(machine, "tf32"):
+        return matrix_rate(machine, "tf32") / _TF32_PRODUCTS
+    return matrix_rate(machine, operator.dtype)
 
 
 # FlashAttention 1 and 2 have one head dimension for queries, keys and values; narrower values are padded. cuDNN takes

@@ -65,13 +65,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.gpu.families.family import (
+    MEASURED_KERNELS,
     Family,
     InvertedShares,
     KernelAnalysis,
-    inverted_shares,
     layout_name,
     least_seconds,
     safe_log2,
+    shares_of,
 )
 from costmodel.gpu.families.gemm import (
     TENSOR_TILES,
@@ -352,6 +353,9 @@ def own_gradient_seconds(conv: Conv2d, machine: Machine) -> float:
 
 AnyConvolution = Conv2d | ConvolutionBackward
 _ALIGNMENT_BYTES = 16
+# Tile of channels by pixels through which a tensor is turned, filled or not: on H200 3 x 3 weights turn at 1.3 TB/s,
+# pictures of 3 channels at 0.5, wide images at 4.
+_TURNING_TILE = 32
 _STEM_CHANNELS = 4  # most channels of an input that counts as pictures
 # a judgement, as is the share of direct kernels below: factors by class are fitted on top of both
 _DEPTHWISE_SHARE = 0.2
@@ -409,7 +413,7 @@ class TensorConvolution(Family[AnyConvolution]):
         self._shares = shares
 
     def analyse(self, operators: Sequence[AnyConvolution], machine: Machine) -> KernelAnalysis:
-        shares = self._shares or inverted_shares()
+        shares = self._shares or shares_of(machine)
         pieces = convolution_pieces(operators, machine)
         factor = np.array([_factor(shares, name) for name in pieces.names])
         turning = np.array([_factor(shares, name) for name in pieces.turned_names])
@@ -454,7 +458,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
         [own_gradient_seconds(conv, machine) if mine else 0.0 for conv, mine in zip(convs, own, strict=True)]
     )
     vector = np.where(own, loads, vector)
-    turned = np.array([_turned_bytes(each) for each in operators], dtype=float) / dram_bandwidth(machine)
+    turned = np.array([_turned_seconds(each, machine) for each in operators], dtype=float)
     return ConvolutionPieces(
         [convolution_class(each) for each in operators],
         np.where(own, np.maximum(dram, loads), np.where(outside, dram + vector, dense)),
@@ -549,14 +553,35 @@ def _traffic(operator: AnyConvolution) -> int:
     return conv.input_bytes + conv.weight_bytes + conv.output_bytes
 
 
-def _turned_bytes(operator: AnyConvolution) -> int:
-    """Bytes of transposing NCHW tensors: the whole image, read and written once; 0 for channels-last images and
-    for depthwise kernels.
-    """
+def _turned_seconds(operator: AnyConvolution, machine: Machine) -> float:
+    """Seconds of transposing the NCHW tensors of ``operator``; 0 for channels-last images and for depthwise kernels."""
     conv = _forward(operator)
     if conv.channels_last or conv.is_depthwise:
-        return 0
-    return 2 * (conv.input_bytes + conv.output_bytes)
+        return 0.0
+    if machine.chip().architecture not in MEASURED_KERNELS or conv.depth is not None:
+        return 2 * (conv.input_bytes + conv.output_bytes) / dram_bandwidth(machine)
+    if _reads_planes(conv):
+        return 0.0
+    taps = conv.kernel[0] * conv.kernel[1]
+    tensors = (
+        (conv.input_bytes, conv.plane_channels, conv.height * conv.width),
+        (conv.weight_bytes, conv.in_channels // conv.groups, taps),
+        (conv.output_bytes, conv.out_channels, conv.out_height * conv.out_width),
+    )
+    turned = [(size, channels, run) for size, channels, run in tensors if channels > 1 and run > 1]
+    padded = sum(2 * size * _padding(channels) * _padding(run) for size, channels, run in turned)
+    return padded / dram_bandwidth(machine) + len(turned) * kernel_floor(machine)
+
+
+def _padding(extent: int) -> float:
+    """Elements of whole tiles over those of ``extent``."""
+    return _multiple(extent, _TURNING_TILE) / extent
+
+
+def _reads_planes(conv: Conv2d) -> bool:
+    """True if a kernel multiplies NCHW planes as they are: one by one, stride 1, rows of whole 16-byte loads."""
+    points = conv.kernel == (1, 1) and conv.stride == (1, 1) and not any(conv.padding) and conv.groups == 1
+    return points and conv.height * conv.width * element_bytes(conv.dtype) % _ALIGNMENT_BYTES == 0
 
 
 def _products_seconds(
@@ -567,7 +592,7 @@ def _products_seconds(
 
     Sums of the weights' gradient are split if that is faster; an additional kernel adds the parts.
     """
-    shapes = np.array([_padded_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
+    shapes = np.array([_padded_shape(each, machine) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
     long = long_load_shares(machine, [each.dtype for each in operators])
@@ -586,11 +611,16 @@ def _products_seconds(
     return compute, l2, waiting, whole
 
 
-def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
+def _padded_shape(operator: AnyConvolution, machine: Machine) -> tuple[int, int, int, int]:
     """(products, m, n, k) with padded channels. Groups lie side by side in one product, padded to the width of
-    a tile.
+    a tile. Planes are multiplied picture by picture.
     """
     conv = _forward(operator)
+    if machine.chip().architecture in MEASURED_KERNELS and not conv.channels_last and _reads_planes(conv):
+        pixels, (inputs, outputs) = conv.height * conv.width, (conv.plane_channels, conv.out_channels)
+        if _direction(operator) != "weight":
+            rows = (outputs, inputs) if _direction(operator) == "forward" else (inputs, outputs)
+            return conv.batch, pixels, *rows
     volume = _kind(conv).startswith(VOLUME)
     step = (_VOLUME_BYTES if volume else _ALIGNMENT_BYTES) // element_bytes(conv.dtype)
     pixels = conv.batch * conv.out_height * conv.out_width

@@ -9,13 +9,14 @@ models share a few dozen classes of kernels; the factor of each class is fitted 
 (:mod:`lab.fit.image_steps`). A class is named like ``spatial forward nhwc``.
 
 calibration/vision/shares.json    factor by class; how far measured steps lie from predicted ones; which steps
+calibration/vision/hopper.json    factors of classes whose kernels were measured on Hopper; which
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
@@ -177,6 +178,22 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
     if not path.exists():
         return InvertedShares({}, 0.0, {})
     return read_record(path, InvertedShares, "install the package again")
+
+
+# Architectures whose classes of kernels were measured themselves, kernel by kernel, or are built like those.
+MEASURED_KERNELS = ("hopper", "blackwell")
+MEASURED_SHARES = SHARES.with_name("hopper.json")
+
+
+def shares_of(machine: Machine) -> InvertedShares:
+    """Factors of kernel classes on ``machine``: those inverted from whole steps, replaced by measured ones on Hopper
+    and its successor.
+    """
+    inverted = inverted_shares()
+    if machine.chip().architecture not in MEASURED_KERNELS:
+        return inverted
+    measured = inverted_shares(MEASURED_SHARES)
+    return replace(inverted, factors={**inverted.factors, **measured.factors})
 
 
 def layout_name(channels_last: bool) -> str:

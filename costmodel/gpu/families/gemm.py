@@ -117,6 +117,8 @@ class Tile:
     resident: int
     # Computed on the tensor cores.
     tensor: bool = False
+    # Share of the SM's rate that one block alone reaches: a small one has too few warps.
+    alone: float = 1.0
 
 
 # FP32 tiles of cuBLAS 12 with their share of the sustained rate, padding counted: medians over those rows of NeuSight
@@ -125,14 +127,22 @@ class Tile:
 _LARGE, _WIDE, _SQUARE = Tile(128, 128, 1.05, 2), Tile(64, 128, 1.0, 3), Tile(64, 64, 0.85, 5)
 _TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile(32, 64, 0.82, 5), Tile(32, 32, 0.7, 6)
 _SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
+# Hopper's, with the share of one block: 32 x 32 of H200 compute at 0.25 of the rate that full multiprocessors have
+# (adapters of rank 8, 2,048 x 2,048: 12 to 24 us).
+_HOPPER_TILES = tuple(
+    dataclasses.replace(tile, alone=share)
+    for tile, share in zip(_SINGLE_TILES, (0.8, 0.6, 0.4, 0.4, 0.3, 0.25), strict=True)
+)
 _MAXWELL_TILES = (Tile(128, 32, 0.8, 3), Tile(64, 64, 0.67, 5), Tile(32, 128, 0.66, 3))
 # By architecture: the tiles of single products, then the fewer ones of batched products. Later chips than Ampere run
-# Ampere's kernels.
+# Ampere's kernels, of which cuBLAS 13 chooses smaller ones for batched products too (``sm80_xmma_gemm_f32f32_..`` with
+# tiles of 64 x 64, 64 x 128 and 256 x 64 in traces of H200).
 SIMT_TILES = {
     "pascal": (_MAXWELL_TILES, (_WIDE,)),
     "volta": (_SINGLE_TILES, (_SQUARE, _TALL, _FLAT)),
     "turing": (_SINGLE_TILES, (_WIDE, _SQUARE, _FLAT)),
     "ampere": (_SINGLE_TILES, (_LARGE,)),
+    "hopper": (_HOPPER_TILES, (_LARGE, _WIDE, _SQUARE)),
 }
 # Tensor-core tiles of cuBLAS and CUTLASS, down to narrow ones for few rows.
 TENSOR_TILES = (
@@ -229,7 +239,9 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     blocks = products.batch * rows * columns * split
     depth = np.ceil(products.k / split / STEP) * STEP + STEP
-    compute = np.ceil(blocks / sms) * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
+    busiest = np.ceil(blocks / sms)
+    compute = busiest * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
+    compute = compute / np.minimum(tile.alone * busiest, 1.0)
     l2 = blocks * (tile.m + tile.n) * depth * products.size / l2_bandwidth(machine)
     l2 = l2 * (CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
     dram_bytes = operand_traffic(products, tile, split, machine) + products.output_bytes
@@ -373,14 +385,16 @@ class TensorGemm(Family[Gemm]):
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         products = products_of(operators, machine)
-        products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators))
+        products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators, machine))
         seconds, terms, features = analyse_products(products, TENSOR_TILES, machine)
         if any(each.dtype == _TF32 for each in operators):
             narrow = products_of([_in_16_bits(each) for each in operators], machine)
-            narrow = dataclasses.replace(narrow, rate=narrow.rate * _aligned_shares(operators))
+            narrow = dataclasses.replace(narrow, rate=narrow.rate * _aligned_shares(operators, machine))
             features = analyse_products(narrow, TENSOR_TILES, machine)[2]
         more = accumulating_seconds(operators, machine)
-        return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
+        counters = _counter_seconds(operators, machine)
+        terms = {**terms, "memory:DRAM": terms["memory:DRAM"] + more, "launch": terms["launch"] + counters}
+        return KernelAnalysis(seconds + more + counters, terms, features)
 
     def sizes(self, operators: Sequence[Gemm]) -> np.ndarray:
         # A batched product has the work of one product of all its rows, and reads and writes no less.
@@ -395,7 +409,7 @@ class TensorGemm(Family[Gemm]):
         return KernelAnalysis(*analyse_products(products, TENSOR_TILES, machine))
 
     def from_lattice(self, operators: Sequence[Gemm], plain: np.ndarray, machine: Machine) -> np.ndarray:
-        shares = _aligned_shares(operators)
+        shares = _aligned_shares(operators, machine)
         slower = np.ones(len(operators))
         narrow = [_in_16_bits(each) for each in operators]
         if (shares < 1).any() or narrow != list(operators):
@@ -403,7 +417,8 @@ class TensorGemm(Family[Gemm]):
             skewed = dataclasses.replace(skewed, rate=skewed.rate * shares)
             slower, plainly = (analyse_products(each, TENSOR_TILES, machine)[0] for each in (skewed, dense))
             slower = slower / plainly
-        return np.asarray(plain * slower + accumulating_seconds(operators, machine))
+        more = accumulating_seconds(operators, machine) + _counter_seconds(operators, machine)
+        return np.asarray(plain * slower + more)
 
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels.
@@ -419,6 +434,14 @@ class TensorGemm(Family[Gemm]):
 _TF32 = "tf32"
 
 
+def _counter_seconds(operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
+    """Seconds by which products in TF32 take longer on Hopper than those in 16 bits of which tables are: cuBLAS splits
+    them along k, after a memset of counters (traces of H200). 31 of 36 products there took 1.5 to 5 us longer.
+    """
+    split = machine.chip().architecture in _OLD_INSTRUCTIONS
+    return np.array([kernel_floor(machine) * (split and each.dtype == _TF32) for each in operators])
+
+
 def _in_16_bits(operator: Gemm) -> Gemm:
     """Product in 16 bits that does what ``operator`` does before it writes: ``operator`` itself unless it is TF32."""
     return dataclasses.replace(operator, k=2 * operator.k, dtype=_GRID_DTYPE) if operator.dtype == _TF32 else operator
@@ -429,6 +452,15 @@ def _in_16_bits(operator: Gemm) -> Gemm:
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
 _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
+# Hopper's instructions take operands in TF32 with the summed dimension innermost (PTX ISA, ``wgmma``); others turn
+# on the way. Share of the rate with one and with two of these, as in gradients: layers of an LSTM and of a language
+# model of 896 to 4,864 columns, on H200 compute 270 to 290 and 160 to 250 TFLOP/s instead of 375.
+_DEPTH_FIRST = ("hopper",)
+_TURNED_SHARE = (1.0, 0.7, 0.55)
+# Their kernels are Turing's and Ampere's (``cutlass_75_tensorop_bf16_s1688gemm_.._align1`` in traces of H200), whose
+# instructions use less than half of later chips' tensor cores: output layers of 50,257 columns of GPT-2 (H200, BF16,
+# 4,096 tokens) compute 94, 132 and 146 TFLOP/s, products aligned to 2 and to 4 206 and 203.
+_OLD_INSTRUCTIONS = {"hopper": 0.42, "blackwell": 0.42}
 
 
 def _alignment(operator: Gemm) -> int:
@@ -439,8 +471,13 @@ def _alignment(operator: Gemm) -> int:
     return math.gcd(unit * math.gcd(first, second, operator.n), 8)
 
 
-def _aligned_shares(operators: Sequence[Gemm]) -> np.ndarray:
-    return np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+def _aligned_shares(operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
+    shares = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+    shares = np.where(shares < 1, shares * _OLD_INSTRUCTIONS.get(machine.chip().architecture, 1.0), shares)
+    if machine.chip().architecture not in _DEPTH_FIRST:
+        return shares
+    turned = [each.transpose_a + (not each.transpose_b) if each.dtype == _TF32 else 0 for each in operators]
+    return np.asarray(shares * np.array([_TURNED_SHARE[count] for count in turned]))
 
 
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]

@@ -22,6 +22,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
+from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import (
@@ -52,6 +53,8 @@ _OWN_KERNELS = ("rotary", "silu_mul", "fused", "branches")
 # in FP32 and BF16, copies of permuted views, and sums and products of those, at 37 to 44, casts to FP32 at 35. Held
 # out: RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %.
 _ONE_BY_ONE = 35.0
+# ``CatArrayBatchedCopy`` for parts that are not contiguous (H200: rotated halves of 4.2 million elements in 18 us).
+_CONCATENATED = 65.0
 # Weights of 4 bits expanded by branches, all of which a warp takes (bitsandbytes before 0.48): 566 per 16 weights in
 # the machine code of 0.41.0 for compute capability 8.0, 240 with its table since then. Its authors measured the table
 # 1.36 to 2.07 times as fast on A100 (pull request 1747).
@@ -81,10 +84,14 @@ class MemoryBound(Family[MemoryBoundOperator]):
         flops = np.array([each.flops for each in operators], dtype=float)
         analysis = memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
         issue = np.array([_issue(each, machine) for each in operators])
-        if not issue.any():
+        chains = np.array([chain_seconds(each, machine, WARM_SHARE * l2_bytes(machine)) for each in operators])
+        if not issue.any() and not chains.any():
             return analysis
         floor = kernel_floor(machine)
-        seconds = np.hypot(analysis.seconds - floor, issue) + floor
+        handed = np.array([handing_seconds(each, machine) for each in operators])
+        seconds = np.cbrt(np.hypot(analysis.seconds - floor, issue) ** 3 + chains**3) + handed + floor
+        waiting = np.maximum(analysis.terms["memory:DRAM"], chains) + handed
+        analysis = KernelAnalysis(analysis.seconds, {**analysis.terms, "memory:DRAM": waiting}, analysis.features)
         features = {**analysis.features, "seconds": safe_log2(seconds)}
         return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)
 
@@ -111,6 +118,8 @@ def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
         count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
     elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
         count = operator.elements * _ONE_BY_ONE
+    elif isinstance(operator, Rearrangement) and operator.kind == "strided_concat":
+        count = operator.elements * _CONCATENATED
     else:
         return 0.0
     chip = machine.chip()
@@ -190,8 +199,9 @@ def _pooled(operator: Pool2d) -> float:
 
 
 # The driver stages pageable memory through a pinned buffer: about half the rate of pinned memory remains
-# (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++").
-_PAGEABLE_SHARE = 0.5
+# (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), and no more than a thread of the host copies (3 to 21 MB to
+# an H200: 6 to 8.6 GB/s). Up to a mebibyte is staged before the copy begins (there at the link's rate).
+_PAGEABLE_SHARE, _STAGED_RATE, _STAGED_FIRST = 0.5, 7e9, 1 << 20
 
 
 class Copies(Family[MemoryCopy]):
@@ -216,9 +226,10 @@ class Copies(Family[MemoryCopy]):
 def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]:
     """Seconds in DRAM, on the link, and of the start."""
     link = _link(machine, operator.kind)
-    share = 1.0 if operator.pinned or operator.kind == "peer" else _PAGEABLE_SHARE
+    direct = operator.pinned or operator.kind == "peer" or operator.size_bytes <= _STAGED_FIRST
+    rate = link.bandwidth if direct else min(_PAGEABLE_SHARE * link.bandwidth, _STAGED_RATE)
     one_way = operator.size_bytes / dram_bandwidth(machine)
-    return one_way, operator.size_bytes / (share * link.bandwidth), link.latency_seconds
+    return one_way, operator.size_bytes / rate, link.latency_seconds
 
 
 def is_within_device(operator: MemoryCopy) -> bool:

@@ -58,6 +58,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.gpu.families.family import (
+    MEASURED_KERNELS,
     Family,
     Grade,
     InvertedShares,
@@ -65,6 +66,7 @@ from costmodel.gpu.families.family import (
     inverted_shares,
     layout_name,
     safe_log2,
+    shares_of,
 )
 from costmodel.gpu.families.memory_bound import MemoryBound, memory_analysis
 from costmodel.gpu.families.rates import kernel_floor, l2_bandwidth, l2_bytes, latency
@@ -73,10 +75,16 @@ from costmodel.operators.device_work import Normalization, Pooling, Rearrangemen
 from costmodel.operators.layers import element_bytes
 
 _WARP_SOFTMAX_COLUMNS = 1024  # aten/src/ATen/native/cuda/PersistentSoftmax.cuh: dim_size <= 1024
+_SOFTMAX_THREADS, _SOFTMAX_VOCABULARY = 1024, 30000  # threads of a long row; longer than rows in the tables
 _SOFTMAX_ELEMENTS = 4  # elements of a row per thread (SoftMax.cu, SoftMax_getBlockSize)
 _NORM_THREADS = 128  # four warps per row (layer_norm_kernel.cu)
 _NORM_L1_COLUMNS = 1024  # the rows of the blocks of one multiprocessor stay in its L1 up to this length
 _NORM_INSTRUCTIONS = 1800.0  # of warps per row
+# Per row and, forward, per column, of layer and of RMS norm (H200: 2,600 to 6,100 for rows of 768 to 4,096, 1,200 of
+# RMS for 512; gradients of the same rows 1,800 and 1,100).
+_RECENT_INSTRUCTIONS = ((1600.0, 1.1), (900.0, 0.6))
+# Columns of a load, sums of the threads in loads, and latencies of L2 per load (H200: 7 us for 144 rows of 3,328).
+_NORM_VECTOR, _NORM_SUMS, _NORM_LOAD = 4, 5, 1.6
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,12 @@ class SoftmaxRows(Family[Softmax]):
         chip = machine.chip()
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
         in_flight = chip.sm_count * chip.max_threads * _SOFTMAX_ELEMENTS * sizes
-        long = np.array([each.columns > _WARP_SOFTMAX_COLUMNS for each in operators])
+        columns = np.array([each.columns for each in operators], dtype=float)
+        long = columns > _WARP_SOFTMAX_COLUMNS
+        # Rows of a vocabulary fill L2 by themselves (H200: 3.2 readings of 4,096 rows of 50,257).
+        whole = chip.sm_count * (chip.max_threads // _SOFTMAX_THREADS) * columns * sizes
+        vocabulary = (columns >= _SOFTMAX_VOCABULARY) & np.array([each.direction == "forward" for each in operators])
+        in_flight = np.where(vocabulary, np.maximum(in_flight, whole), in_flight)
         again = np.where(long, _SOFTMAX_AGAIN.readings(in_flight, machine), 0.0)
         return _analyse(operators, again, np.zeros(len(operators)), machine)
 
@@ -140,11 +153,20 @@ class NormRows(Family[Normalization]):
         columns = np.array([each.columns for each in operators], dtype=float)
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
         in_flight = chip.sm_count * (chip.max_threads // _NORM_THREADS) * columns * sizes
-        kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
-        again = np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
+        again = self._again(operators, in_flight, machine)
         rows = np.array([each.rows for each in operators])
-        issue = rows / chip.sm_count * _NORM_INSTRUCTIONS / (chip.schedulers * chip.clock_hz)
+        issue = rows / chip.sm_count * self._instructions(operators) / (chip.schedulers * chip.clock_hz)
         return _analyse(operators, again, issue, machine)
+
+    def _again(self, operators: Sequence[Normalization], in_flight: np.ndarray, machine: Machine) -> np.ndarray:
+        """Repeated reads of the input from DRAM, where rows of ``in_flight`` bytes are read at a time."""
+        columns = np.array([each.columns for each in operators], dtype=float)
+        kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
+        return np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
+
+    def _instructions(self, operators: Sequence[Normalization]) -> np.ndarray:
+        """Instructions of warps per row."""
+        return np.full(len(operators), _NORM_INSTRUCTIONS)
 
     def covers(self, operator: Normalization) -> bool:
         forward = operator.direction == "forward"
@@ -154,6 +176,45 @@ class NormRows(Family[Normalization]):
         if operator.direction != "forward" or operator.kind != "layer_norm":
             return "kind"
         return "measured" if self.covers(operator) else "dtype"
+
+
+class RecentNormRows(NormRows):
+    """Layer and RMS norm on Hopper and its successor, whose times tables of older chips do not describe: PyTorch's
+    kernels of 128 threads a row, four columns each (``vectorized_layer_norm_kernel``), unless rows are odd.
+
+    Twice over the row, load after load, then the sums of the threads; rows that fill the chip hide it.
+    """
+
+    name = "normalization-recent"
+
+    def analyse(self, operators: Sequence[Normalization], machine: Machine) -> KernelAnalysis:
+        plain, chip, floor = super().analyse(operators, machine), machine.chip(), kernel_floor(machine)
+        columns = np.array([each.columns for each in operators], dtype=float)
+        rows = np.array([each.rows for each in operators], dtype=float)
+        vector = np.where(columns % _NORM_VECTOR == 0, _NORM_VECTOR, 1)
+        loads = 2 * np.ceil(columns / vector / _NORM_THREADS) + _NORM_SUMS
+        waves = np.maximum(rows / (chip.sm_count * (chip.max_threads // _NORM_THREADS)), 1.0)
+        chain = waves * loads * _NORM_LOAD * latency(machine, 0)
+        waiting = np.maximum(plain.terms["memory:DRAM"], chain)
+        terms = {**plain.terms, "memory:DRAM": waiting}
+        return KernelAnalysis(np.maximum(plain.seconds, chain + floor), terms, plain.features)
+
+    def _again(self, operators: Sequence[Normalization], in_flight: np.ndarray, machine: Machine) -> np.ndarray:
+        backward = np.array([each.direction == "backward" for each in operators])
+        twice = np.minimum(_NORM_AGAIN.readings(2 * in_flight, machine), _NORM_BACKWARD_AGAIN)
+        return np.where(backward, twice, super()._again(operators, in_flight, machine))
+
+    def _instructions(self, operators: Sequence[Normalization]) -> np.ndarray:
+        return np.array([_recent_instructions(each) for each in operators])
+
+    def covers(self, operator: Normalization) -> bool:
+        """False: no table holds them."""
+        return False
+
+
+def _recent_instructions(operator: Normalization) -> float:
+    fixed, each = _RECENT_INSTRUCTIONS[operator.kind == "rms_norm"]
+    return fixed + each * operator.columns if operator.direction == "forward" else fixed
 
 
 def _norm_again(operator: Normalization, layer_norm: float) -> float:
@@ -191,6 +252,7 @@ ImageOperator = Normalization | Pooling
 # L2.
 _SPILLED_BYTES = {"pascal": 72, "volta": 88, "ampere": 104}
 _SPILLING_THREADS = 2048
+_WARP = 32
 # Bytes in flight of the 512 threads of such a block: 16 a thread forward, what is measured backward. From xwang233's
 # times in FP16 on A100 and V100 (GitHub, code-snippet, batchnorm3d-channels-last, cuDNN 8.2) of 8 channels of 1.4 to 22
 # million values each; 8 to 64 channels are within 21 %, and were predicted at 0.33 to 0.55 of what was measured.
@@ -210,8 +272,10 @@ class ImageKernels(Family[ImageOperator]):
         self._shares = shares
 
     def analyse(self, operators: Sequence[ImageOperator], machine: Machine) -> KernelAnalysis:
-        shares = self._shares or inverted_shares()
+        shares = self._shares or shares_of(machine)
         plain = plain_image_analysis(operators, machine)
+        if machine.chip().architecture in MEASURED_KERNELS:
+            plain = _measured_image_analysis(operators, plain, machine)
         scaled = shares.scaled(plain, [image_class(each) for each in operators], machine)
         seconds = scaled.seconds + _waiting_seconds(operators, scaled.seconds - kernel_floor(machine), machine)
         terms = {**scaled.terms, "memory:DRAM": scaled.terms["memory:DRAM"] + seconds - scaled.seconds}
@@ -228,6 +292,60 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
     flops = np.array([each.flops for each in operators], dtype=float)
     spilled = np.array([_spilled(each, machine) for each in operators], dtype=float)
     return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators], spilled)
+
+
+# NCHW on Hopper, from traces of H200 (cuDNN 9.19, FP32). Batch norm gives a block to a channel, and a multiprocessor
+# one block at a time, forward, or two: a round takes a fixed time and that of the bytes in flight. Channels of few
+# values stay in registers, so that they are read once. ResNet-50's 21 shapes forward are within 17 %, where DRAM
+# alone says 0.44 to 0.8 of them.
+_ROUND_SECONDS, _KEPT_VALUES = 1.2e-6, {"forward": 16384, "backward": 16383}
+_ROUND_BYTES, _RESIDENT = {"forward": 12288, "backward": 7700}, {"forward": 1, "backward": 2}
+_KEPT_ROUND_BYTES = 12288
+# Pooling by PyTorch's kernels divides for every place: instructions of a result, and of each element of its window.
+_POOLING_INSTRUCTIONS = {
+    ("average", "forward"): (350, 0),
+    ("average", "backward"): (580, 0),
+    ("max", "forward"): (270, 22),
+    ("max", "backward"): (330, 0),
+}
+
+
+def _measured_image_analysis(
+    operators: Sequence[ImageOperator], plain: KernelAnalysis, machine: Machine
+) -> KernelAnalysis:
+    """``plain`` where a round of blocks, or the instructions of a result, take longer than the bytes."""
+    floor = kernel_floor(machine)
+    chains = np.array([_rounds_seconds(each, machine) for each in operators])
+    issue = np.array([_pooling_seconds(each, machine) for each in operators])
+    streams = np.maximum(plain.seconds - floor, chains)
+    terms = {**plain.terms, "memory:DRAM": np.maximum(plain.terms["memory:DRAM"], chains), "issue": issue}
+    return KernelAnalysis(np.maximum(streams, issue) + floor, terms, plain.features)
+
+
+def _rounds_seconds(operator: ImageOperator, machine: Machine) -> float:
+    """Seconds of the rounds of blocks of batch norm in NCHW; 0 for other kernels."""
+    if not np.isfinite(_blocks(operator)) or not isinstance(operator, Normalization):
+        return 0.0
+    size, backward = element_bytes(operator.dtype), operator.direction == "backward"
+    kept = operator.rows <= _KEPT_VALUES[operator.direction]
+    tensors = (2 if backward else 1) * (1 if kept else 2) + 1
+    in_flight = _KEPT_ROUND_BYTES if kept else _ROUND_BYTES[operator.direction]
+    resident = 1 if kept else _RESIDENT[operator.direction]
+    rounds = np.ceil(operator.columns / (machine.chip().sm_count * resident))
+    waits = tensors * operator.rows * size / in_flight * latency(machine, 1)
+    return float(rounds * (_ROUND_SECONDS + waits))
+
+
+def _pooling_seconds(operator: ImageOperator, machine: Machine) -> float:
+    """Seconds of instructions of pooling; 0 for normalisation."""
+    if not isinstance(operator, Pooling):
+        return 0.0
+    fixed, each = _POOLING_INSTRUCTIONS[operator.kind, operator.direction]
+    forward = operator.direction == "forward"
+    places = operator.out_height * operator.out_width if forward else operator.height * operator.width
+    count = operator.batch * operator.channels * places * (fixed + each * operator.kernel[0] * operator.kernel[1])
+    chip = machine.chip()
+    return float(count / (chip.sm_count * chip.schedulers * _WARP * chip.clock_hz))
 
 
 def _spilled(operator: ImageOperator, machine: Machine) -> float:

@@ -87,7 +87,21 @@ def _concatenate(call: OperatorCall, context: Context) -> list[DeviceWork]:
     dimension = argument(call, 1, "dim", 0)
     place = dimension if isinstance(dimension, int) else 0
     inner = min((prod(part.shape[place:]) for part in parts if numel(part)), default=1)
-    return [rearrangement("concat", output, inner, max(len(parts), 1), call.name)]
+    layout = context.stride(output)
+    plain = all(_is_dense(context.stride(part), part.shape, layout) for part in parts if numel(part))
+    return [rearrangement("concat" if plain else "strided_concat", output, inner, max(len(parts), 1), call.name)]
+
+
+def _is_dense(stride: Sequence[int], shape: Sequence[int], layout: Sequence[int]) -> bool:
+    """True if a tensor leaves no gaps and has its dimensions in the order of the strides ``layout``."""
+    if len(shape) != len(layout):
+        return True  # an empty part of any rank is skipped
+    step = 1
+    for place in sorted(range(len(shape)), key=lambda each: layout[each]):
+        if shape[place] > 1 and stride[place] != step:
+            return False
+        step *= shape[place]
+    return True
 
 
 def _split_copies(call: OperatorCall, context: Context) -> list[DeviceWork]:

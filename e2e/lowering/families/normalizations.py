@@ -73,7 +73,8 @@ def _row_norm_backward(kind: str) -> Lowering:
         work = [DeviceWork(call.name, (Normalization(kind, rows, columns, dtype, "backward"),))]
         parameters = len(gpu_outputs(call)) - 1
         if parameters > 0:
-            record = Reduction("norm_parameters", 2 * numel(data), parameters * columns, dtype, contiguous=False)
+            name = "norm_parameters" if parameters > 1 else "norm_weight"
+            record = Reduction(name, 2 * numel(data), parameters * columns, dtype, contiguous=False)
             work.append(DeviceWork(call.name, (record,)))
         return work
 

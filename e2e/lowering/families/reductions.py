@@ -91,9 +91,23 @@ def _reduce(name: str) -> Lowering:
 
 
 def _scan(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower a scan; ``cummax`` and ``cummin`` also write indices."""
+    """Lower a scan; ``cummax`` and ``cummin`` also write indices. Along an outer dimension a thread walks a column."""
     data, (output, *places) = tensor_argument(call, 0), gpu_outputs(call)
-    return [elementwise(context, "scan", output, [data, *places], 1, call.name)]
+    work = elementwise(context, "scan", output, [data, *places], 1, call.name)
+    dimension = argument(call, 1, "dim", -1)
+    return [work if _inner(data, dimension) == 1 else _walking(work, data, dimension, _SCAN_LOADS)]
+
+
+# Loads of a step of a scan: the next element is loaded after the previous result is stored.
+_SCAN_LOADS = 2
+
+
+def _walking(work: DeviceWork, data: Tensor, dimension: Value, loads: int) -> DeviceWork:
+    """``work`` whose threads make ``loads`` for each element of a column of ``data`` along ``dimension``."""
+    _, column = _rows(data, dimension)
+    (record,) = work.operators
+    assert isinstance(record, Elementwise)
+    return replace(work, operators=(replace(record, chained=loads * column, column=max(column, 1)),))
 
 
 def _sort(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -114,7 +128,7 @@ def _softmax(kind: str) -> Lowering:
         data = tensor_argument(call, 0)
         dimension = argument(call, 1, "dim", -1)
         if _inner(data, dimension) > 1:
-            return [_spatial_softmax(call, data)]
+            return [_spatial_softmax(call, data, dimension, 3)]
         rows, columns = _rows(data, dimension)
         return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, False),))]
 
@@ -141,9 +155,12 @@ def _softmax_backward(kind: str) -> Lowering:
         data = tensor_argument(call, 1)
         dimension = argument(call, 2, "dim", -1)
         if _inner(data, dimension) > 1:
-            return [_spatial_softmax(call, data)]
+            return [_spatial_softmax(call, data, dimension, 2)]
         rows, columns = _rows(data, dimension)
-        return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))]
+        work = DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))
+        # SoftMax.cu multiplies gradient and output first, for a softmax without logarithm.
+        product = elementwise(context, "mul", data, [data, data], 1, call.name)
+        return [product, work] if kind == "softmax" else [work]
 
     return lower
 
@@ -154,14 +171,15 @@ def _inner(data: Tensor, dimension: Value) -> int:
     return prod(data.shape[place % max(len(data.shape), 1) + 1 :])
 
 
-def _spatial_softmax(call: OperatorCall, data: Tensor) -> DeviceWork:
+def _spatial_softmax(call: OperatorCall, data: Tensor, dimension: Value, passes: int) -> DeviceWork:
     """Return the kernel of a softmax along another dimension than the last.
 
     Each thread walks a column three times: forward for the maximum, the sum and the output, backward once over the
     gradient and once over gradient and output (SoftMax.cu, ``cunn_SpatialSoftMaxForward`` and
     ``cunn_SpatialSoftMaxBackward``).
     """
-    return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, priced_dtype(data)),))
+    work = DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, priced_dtype(data)),))
+    return _walking(work, data, dimension, passes)
 
 
 def _softmax_record(kind: str, rows: int, columns: int, data: Tensor, backward: bool) -> Softmax:

@@ -144,3 +144,25 @@ def test_what_was_measured_in_another_dtype_only_is_less_certain():
     wide, narrow = model.estimate([Gemm(1, 4096, 2304, 1024, "tf32"), Gemm(1, 4096, 2304, 2048, "float16")])
     assert wide.upper / wide.lower > 1.3 * narrow.upper / narrow.lower
     assert wide.breakdown["extrapolates"] == "dtype"
+
+
+@pytest.mark.parametrize(
+    ("product", "measured"),
+    [
+        # Output layers of 50,257 columns, forward and both gradients.
+        (Gemm(1, 4096, 50257, 768, "bfloat16", transpose_b=True), 3366e-6),
+        (Gemm(1, 4096, 768, 50257, "bfloat16"), 2389e-6),
+        (Gemm(1, 50257, 768, 4096, "bfloat16", transpose_a=True), 2172e-6),
+        (Gemm(1, 4096, 3072, 768, "bfloat16", transpose_b=True), 30.8e-6),
+        (Gemm(1, 14912, 128, 384, "tf32", transpose_b=True), 11.8e-6),
+        (Gemm(16, 64, 2240, 1024, transpose_b=True), 154.4e-6),
+        (Gemm(2, 8, 128, 80, transpose_b=True), 4.4e-6),
+        # TF32, forward and both gradients: operands whose rows are not summed over are turned.
+        (Gemm(1, 2048, 151936, 896, "tf32", transpose_b=True), 1486e-6),
+        (Gemm(1, 2048, 896, 4864, "tf32"), 65.8e-6),
+        (Gemm(1, 151936, 896, 2048, "tf32", transpose_a=True), 2267e-6),
+    ],
+)
+def test_times_of_h200(product, measured):
+    (found,) = gpu_cost_model(load_machine("h200-sxm")).estimate([product])
+    assert found.seconds == pytest.approx(measured, rel=0.25)

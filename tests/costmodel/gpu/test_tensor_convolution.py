@@ -340,3 +340,56 @@ def test_a_corrupt_file_of_shares_is_named(tmp_path):
     with pytest.raises(InputError, match=r"shares\.json.*install the package again"):
         inverted_shares(file)
     assert inverted_shares(tmp_path / "none.json").factor("anything") == 1.0
+
+
+H200 = load_machine("h200-sxm")
+
+
+def turned_on_hopper(conv: Conv2d) -> float:
+    return float(convolution_pieces([conv], H200).turned[0])
+
+
+def test_hopper_turns_weights_too_in_tiles_of_32_by_32():
+    images = 2 * (64 * 128 * 784 * 800 / 784 + 64 * 256 * 784 * 800 / 784) * 2
+    weights = 2 * 256 * 128 * 9 * (32 / 9) * 2
+    expected = (images + weights) / dram_bandwidth(H200) + 3 * kernel_floor(H200)
+    assert turned_on_hopper(CONV) == pytest.approx(expected)
+    # Weights of one by one need no turning, nor does a picture of one pixel; three channels fill a tenth of a tile.
+    pixel = Conv2d(64, 128, 1, 1, 256, (1, 1), dtype="tf32")
+    assert turned_on_hopper(pixel) == 0
+    few = Conv2d(64, 3, 32, 32, 64, (1, 1), stride=(2, 2), dtype="tf32")
+    traffic = 2 * 4 * 64 * (32 * 1024 + 64 * 256)
+    assert turned_on_hopper(few) == pytest.approx(traffic / dram_bandwidth(H200) + 2 * kernel_floor(H200))
+
+
+def test_hopper_multiplies_planes_of_pointwise_convolutions_as_they_are():
+    conv = Conv2d(64, 256, 14, 14, 1024, (1, 1), dtype="tf32")
+    assert turned_on_hopper(conv) == 0 and turned_on_hopper(replace(conv, height=7, width=7)) > 0
+    assert turned_on_hopper(replace(conv, stride=(2, 2))) > 0
+    # Picture by picture: 196 pixels are two tiles of 128.
+    planes, together = (
+        convolution_pieces([each], H200).terms["compute"][0] for each in (conv, replace(conv, channels_last=True))
+    )
+    assert 1.2 < planes / together < 2
+
+
+@pytest.mark.parametrize(
+    ("operator", "measured"),
+    [
+        (Normalization("batch_norm", 64 * 112 * 112, 64), 462e-6),
+        (Normalization("batch_norm", 64 * 56 * 56, 256), 205e-6),
+        (Normalization("batch_norm", 64 * 49, 2048), 38.9e-6),
+        (Normalization("batch_norm", 64 * 112 * 112, 64, direction="backward"), 1165e-6),
+        (Normalization("batch_norm", 64 * 49, 2048, direction="backward"), 54e-6),
+        (Pooling("average", 527, 32, 32, 32, 16, 16, (2, 2), direction="backward"), 338e-6),
+        (Pooling("max", 64, 64, 112, 112, 56, 56, (3, 3), direction="backward"), 573e-6),
+        (Normalization("layer_norm", 4096, 768), 14.2e-6),
+        (Normalization("layer_norm", 6039, 4096, "bfloat16"), 43.8e-6),
+        (Normalization("rms_norm", 2048, 512, direction="backward"), 5.6e-6),
+        (Conv2d(64, 64, 56, 56, 64, (3, 3), padding=(1, 1, 1, 1), dtype="tf32"), 142e-6),
+        (Conv2d(64, 64, 56, 56, 256, (1, 1), dtype="tf32"), 80e-6),
+    ],
+)
+def test_times_of_h200(operator, measured):
+    (found,) = gpu_cost_model(H200).estimate([operator])
+    assert found.seconds == pytest.approx(measured, rel=0.2)

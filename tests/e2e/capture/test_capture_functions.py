@@ -91,6 +91,16 @@ def test_separate_products_where_no_kernel_of_32_bits_fits(kv: int, mask: tuple 
     assert not names["aten::_scaled_dot_product_efficient_attention"]
 
 
+def test_a_learned_bias_and_grouped_heads_in_32_bits_run_as_products():
+    query, key, value = heads()
+    bias = torch.empty(16, 16, device="meta", requires_grad=True)
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, bias)  # noqa: E731
+    assert counts(record(step, attention="flash"))["aten::bmm"] == 2
+    fewer = key[:, :1], value[:, :1]
+    step = lambda: functional.scaled_dot_product_attention(query, *fewer, enable_gqa=True)  # noqa: E731
+    assert counts(record(step, attention="flash"))["aten::bmm"] == 2
+
+
 def test_efficient_attention_where_values_are_narrower_than_keys():
     """DeepSeek's latent attention: each width counts, forward and backward."""
     query, key, value = heads(torch.bfloat16)

@@ -184,11 +184,23 @@ def test_softmax_over_any_dimension():
     assert records("aten::_softmax", (t(2, 3, 5), -1, False), (out(2, 3, 5),)) == [Softmax(6, 5)]
     # Along an inner dimension CUDA runs another kernel, which reads its operand once each for maximum, sum and result.
     inner = records("aten::_softmax", (t(2, 3, 5), 1, False), (out(2, 3, 5),))
-    assert inner == [Elementwise("spatial_softmax", 30, inputs=3)]
+    assert inner == [Elementwise("spatial_softmax", 30, inputs=3, chained=9, column=3)]
+    # A softmax that clears rows without a finite score has four more kernels; its gradient begins with a product.
+    assert [type(each) for each in records("aten::_safe_softmax", (t(6, 5), -1), (out(6, 5),))] == [
+        Softmax, Elementwise, Reduction, Elementwise, Elementwise,
+    ]  # fmt: skip
+    gradient = records("aten::_softmax_backward_data", (t(6, 5), t(6, 5), 1, "float32"), (out(6, 5),))
+    assert gradient == [Elementwise("mul", 30, inputs=2), Softmax(6, 5, direction="backward")]
     backward = (t(6, 5), t(6, 5), 1, "float32")
     assert records("aten::_log_softmax_backward_data", backward, (out(6, 5),)) == [
         Softmax(6, 5, direction="backward", kind="log_softmax")
     ]
+
+
+def test_a_scan_along_an_outer_dimension_walks_columns():
+    (inner,) = records("aten::cumsum", (t(4, 6), 1), (out(4, 6),))
+    (outer,) = records("aten::cumsum", (t(4, 6), 0), (out(4, 6),))
+    assert (inner.chained, outer.chained, outer.column) == (0, 8, 4)
 
 
 def test_elementwise_with_broadcast_and_types():
@@ -256,6 +268,11 @@ def test_copies_move_only_what_views_do_not():
 
 def test_data_movement():
     assert records("aten::cat", ((t(4, 2), t(4, 6)), 1), (out(4, 8),)) == [Rearrangement("concat", 32, 2, inputs=2)]
+    # Parts with gaps, such as halves of rows, are copied element by element.
+    half = t(4, 2, stride=(4, 1))
+    assert records("aten::cat", ((half, t(4, 6)), 1), (out(4, 8),)) == [
+        Rearrangement("strided_concat", 32, 2, inputs=2)
+    ]
     index = t(5, dtype="int64")
     assert records("aten::index_select", (t(9, 8), 0, index), (out(5, 8),)) == [Rearrangement("gather", 40, 8)]
     assert records("aten::gather", (t(9, 8), 1, t(9, 2, dtype="int64")), (out(9, 2),)) == [Rearrangement("gather", 18)]
