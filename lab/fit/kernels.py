@@ -229,6 +229,8 @@ def read_points() -> list[KernelTable]:
 def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
     """Yield each of our own tables, split into rows for trees (if enough) and the others."""
     for table in read_measured():
+        if table.name not in FAMILIES:  # attention by the kernel that PyTorch chose, which the table does not name
+            continue
         family = FAMILIES[table.name]
         covered = np.array([family.covers(each) for each in table.operators], dtype=bool)
         if covered.sum() < MINIMUM_ROWS:

@@ -15,7 +15,7 @@ time. A few small tensors leave most multiprocessors idle.
     chain = waves of blocks * loads of a thread * latency,    seconds = |chain, memory|_3 + parts handed over + launch
 
 The latency is that of L2 for data that the previous kernel left there, else that of DRAM. Compared with 321 kernels and
-the traces of 17 programs of H200 (calibration/h200-sxm/measured).
+the traces of 17 programs of H200 (lab/bench/measured).
 """
 
 from __future__ import annotations
