@@ -12,6 +12,7 @@ from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import load_machine, machine_files
 from e2e.price.host_overheads import (
     KINDS,
+    SAME_HOST,
     Inflation,
     OverheadTable,
     fit_table,
@@ -270,7 +271,7 @@ def test_a_profile_is_shortened_to_the_step_without_the_profiler(tmp_path: Path)
     ratio = 50 / (100 - 0.573)
     assert load_overheads(path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio)
     own = load_overheads(path)
-    assert own.factor == 1.2 and "as other jobs on one host are" in foreign_host_note(own)
+    assert own.factor == SAME_HOST and "as other jobs on one host are" in foreign_host_note(own)
     assert own.level == pytest.approx(level_of(own, load_overheads()))
     (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-05\nmissing.json,1\n")
     assert measured_host(tmp_path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio / 2)
