@@ -256,8 +256,10 @@ def fit_table(
 
 
 def profiler_ratio(samples: OverheadSamples, profiled: float, seconds: float, inflation: Inflation) -> float:
-    """Return by what factor the pieces of a host-bound step, less the cost of their records, are shorter without the
-    profiler, where the step takes ``profiled`` seconds with it and ``seconds`` without.
+    """Return what the host times of a profile must be multiplied by, at most 1, to be those without the profiler.
+
+    The step, which the host limits, takes ``profiled`` seconds with the profiler and ``seconds`` without. The cost of
+    the profiler's records, by ``inflation``, is subtracted first.
     """
     records = Mean(profiled, 1, samples.operators / samples.steps, samples.calls / samples.steps)
     return min(seconds / inflation.without(records), 1.0)
@@ -463,9 +465,9 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
     timed = [_timed(file) for file in files]
     if not all(timed):
         return _of_job(path.name, profiles)
-    tables = []
+    tables, inflation = [], load_inflation(INFLATION)
     for samples, (profiled, seconds) in zip(profiles, timed, strict=True):
-        ratio = profiler_ratio(samples, profiled, seconds, load_inflation(INFLATION))
+        ratio = profiler_ratio(samples, profiled, seconds, inflation)
         tables.append(scaled(_of_job(path.name, [samples]), ratio))
     return of_other_jobs(merge_tables(path.name, tables))
 
@@ -480,7 +482,10 @@ def _timed(profile: Path) -> tuple[float, ...]:
     for quantity, row in seconds.items():
         without = seconds.get(str(quantity).removeprefix("profiled "))
         if row.get("trace") == profile.name and without is not None:
-            return float(row["median_s"]), float(without["median_s"])
+            try:
+                return float(row["median_s"]), float(without["median_s"])
+            except MALFORMED as error:
+                raise InputError(f"{table}: no seconds of {quantity!r} ({error}); measure the suite again") from None
     return ()
 
 
@@ -521,10 +526,15 @@ def foreign_host_note(table: HostOverheads, *, grace: bool = False) -> str:
     if not isinstance(table, OverheadTable) or table.factor == 1.0:
         return ""
     other = ", an x86 server for a Grace CPU that was not measured" if grace else ""
-    told = f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times as "
+    told = f"host overheads are those of {table.name}{other}"
     if table.factor == SAME_HOST:
-        return told + "fast or slow, as other jobs on one host are)"
-    return told + "fast or slow); name another host or a table of your own with --overheads"
+        return (
+            f"{told}, measured on other jobs (the interval takes this one's up to {SAME_HOST:g} times as short or long)"
+        )
+    return (
+        f"{told} (the interval takes hosts up to {table.factor:g} times as fast or slow); name another host or a table "
+        "of your own with --overheads"
+    )
 
 
 def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:

@@ -236,9 +236,11 @@ def _provenance(device: str) -> dict[str, Any]:
 
 
 class _Run:
-    """Process of a program: imports the libraries, waits for its turn, and is killed with all that it started.
+    """Process in which one of the listed programs is timed: it imports the libraries, waits until it is told to run,
+    and is killed at the end with all processes that it has started.
 
-    No fork of a process that has them: some of them ask the driver for its GPUs, and then no fork can use it.
+    It is no fork of a process with the libraries: some ask the driver for GPUs on import, after which a fork cannot
+    use CUDA.
     """
 
     def __init__(self, program: Program, folder: Path, output: Path, device: str) -> None:
@@ -423,10 +425,8 @@ def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
     answer = json.loads(done.stdout)
     low, high = answer["interval_seconds"]
     times = {"ms": 1e3 * answer["iteration_seconds"], "low": 1e3 * low, "high": 1e3 * high}
-    used = answer["peak_memory_bytes"] - answer["memory_breakdown"].get(
-        "reserve", 0
-    )  # as `max_memory_allocated` counts
-    return times | {"gib": used / 2**30}
+    reserve = answer["memory_breakdown"].get("reserve", 0)  # which `max_memory_allocated` does not count
+    return times | {"gib": (answer["peak_memory_bytes"] - reserve) / 2**30}
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

@@ -367,7 +367,9 @@ def overheads_command(
     measured: Annotated[Path | None, typer.Option(help="Folder of a run on the H200: writes its host's table.")] = None,
 ) -> None:
     """Write the tables of host overheads, or compare candidates for that of an unknown host."""
-    if measured is not None and output is not None:
+    if measured is not None:
+        if output is None:
+            raise InputError("--measured writes a table; say where with -o")
         save_table(measured_host(measured), output / f"{H200_NAME}.json")
     if output is None:
         compare_tables(data_folder(data))

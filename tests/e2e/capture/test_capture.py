@@ -83,6 +83,7 @@ def test_library_kernels_of_a_gpu_take_the_place_of_neutral_operators(trace: Ope
     names = Counter(call.name for call in trace.calls)
     assert names["aten::cudnn_convolution"] == names["aten::cudnn_batch_norm"] == 1
     assert names["aten::cudnn_batch_norm_backward"] == names["aten::convolution_backward"] == 1
+    assert names["CudnnBatchNormBackward0"] == 1 and not names["NativeBatchNormBackward0"]
     assert names["aten::native_dropout"] == names["aten::native_dropout_backward"] == 1
     assert not names["aten::convolution"] + names["aten::native_batch_norm"] + names["aten::bernoulli_"]
     convolution = named(trace, "aten::cudnn_convolution")[0]

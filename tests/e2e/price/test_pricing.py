@@ -104,6 +104,16 @@ def test_lists_of_tensors_take_the_host_longer_the_longer_they_are(factor, count
     assert seconds == pytest.approx([0.1 + gathering, 0.2 + lists, 0.3, 0.1, 0.2 + lists, 0.3, 0.1, 0.2, 0.3], rel=1e-9)
 
 
+def test_lists_that_are_not_changed_in_place_are_allocated_and_those_on_the_host_worked_through():
+    """Tensor by tensor, each at the table's whole time of an operator that launches nothing (5 s, of the toy)."""
+    host = HostPrices(Table())
+    calls = {n: CallInfo(n, f"aten::_foreach_{name}", tensors=10) for n, name in enumerate(("sqrt", "sqrt_", "add_"))}
+    lists = 0.2 + 2 * 10 * TENSOR_SECONDS
+    before = [host.work(HostWork("T2", call), calls, {0, 1}).seconds for call in (0, 1)]
+    assert before == pytest.approx([lists + 10 * 5.0, lists])
+    assert host.work(HostWork("T5", 2), calls, {0, 1}).seconds == pytest.approx(5.0 + 10 * 5.0)
+
+
 def test_the_gap_before_an_optimizer_is_that_of_its_own_tensors():
     """That of a shared table contains the tensors of its model; with as many of them it lasts as long as there."""
     call = CallInfo(0, OPTIMIZER_STEP)
