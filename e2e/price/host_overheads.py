@@ -528,9 +528,7 @@ def foreign_host_note(table: HostOverheads, *, grace: bool = False) -> str:
     other = ", an x86 server for a Grace CPU that was not measured" if grace else ""
     told = f"host overheads are those of {table.name}{other}"
     if table.factor == SAME_HOST:
-        return (
-            f"{told}, measured on other jobs (the interval takes this one's up to {SAME_HOST:g} times as short or long)"
-        )
+        return f"{told}, measured on other jobs (the interval takes them up to {SAME_HOST:g} times as short or long)"
     return (
         f"{told} (the interval takes hosts up to {table.factor:g} times as fast or slow); name another host or a table "
         "of your own with --overheads"
