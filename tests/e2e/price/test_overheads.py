@@ -270,10 +270,8 @@ def test_a_profile_is_shortened_to_the_step_without_the_profiler(tmp_path: Path)
     (tmp_path / "overheads.csv").write_text(rows)
     ratio = 50 / (100 - 0.573)
     assert load_overheads(path).means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(10 * US * ratio)
-    own, told = load_overheads(path), "measured on other jobs (the interval takes them up to 1.35 times as short"
-        load_overheads(path),
-        "measured on other jobs (the interval takes them up to 1.35 times as short or long)",
-    )
+    own = load_overheads(path)
+    told = "measured on other jobs (the interval takes them up to 1.35 times as short or long)"
     assert own.factor == SAME_HOST and told in foreign_host_note(own)
     assert own.level == pytest.approx(level_of(own, load_overheads()))
     (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},2.5e-05\nmissing.json,1\n")
