@@ -65,6 +65,8 @@ from e2e.step.options import StepOptions
 _end_process = os._exit
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
+# Steps that differ by their data are drawn until there are this many, or this many operators in them.
+MOST_DRAWN, MOST_DRAWN_CALLS = 24, 60_000
 # Steps on another stream than the default one before one of them is taken.
 MOST_WARMING = 24
 # Steps that make what later ones find, such as the optimizer's state.
@@ -172,9 +174,9 @@ class StepFinder:
     _since: int = 0
     # True if gradients were computed before a step of it.
     _differentiates: bool = False
-    # The last step, those before it that differ from each other, and the digests of all so far.
+    # The last step, those that differ from the one before them, by number, and the digests of all so far.
     step: RecordedStep = RecordedStep()
-    different: list[RecordedStep] = field(default_factory=list)
+    different: dict[int, RecordedStep] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
     # Periods of the work of the last step, and the last step with work of each set of periods.
     periods: frozenset[int] = frozenset()
@@ -308,10 +310,11 @@ class StepFinder:
         elif not equal and last >= MOST_STEPS and (period := self._period()):
             self.in_turn, self.accumulated.leaving_out = period, False
             self._begin_anew()
-        elif not equal and last >= MOST_STEPS:
-            self._finish_middle()
-        elif not equal and last > WARMING_STEPS and sum(len(each.calls) for each in self.different) < MOST_CALLS:
-            self.different.append(step)
+        elif not equal and last > WARMING_STEPS:
+            self.different[last] = step
+            drawn = sum(len(each.calls) for each in self.different.values())
+            if last >= MOST_DRAWN or (last >= MOST_STEPS and drawn >= MOST_DRAWN_CALLS) or drawn >= MOST_CALLS:
+                self._finish_middle()
 
     def _period(self) -> int:
         """Return after how many steps they begin anew; 0 if they do not."""
@@ -320,17 +323,13 @@ class StepFinder:
         return next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
 
     def _finish_middle(self) -> None:
-        """Finish with the middle one of the last steps, by their work; those of a job communicate like the last.
+        """Finish with the middle one of the steps that were drawn, by work; those of a job communicate like the last.
 
         Each of several GPUs has data of its own, and all wait for the one that has the most: its work is below what the
         half of a single GPU's steps is below, to the power of one over their number.
         """
-        work = {len(self.digests): work_of(self.step.calls)}
-        steps = {len(self.digests): self.step}
-        for back, each in enumerate(reversed(self.different), 1):
-            number = len(self.digests) - back
-            work[number], steps[number] = work_of(each.calls), each
-        alike = [number for number in work if work[number].collectives == work[len(self.digests)].collectives]
+        work = {number: work_of(each.calls) for number, each in self.different.items()}
+        alike = [number for number in work if work[number].collectives == work[max(work)].collectives]
         alike.sort(key=lambda number: work[number].elements.total())
         taken = int(len(alike) * 0.5 ** (1 / self.gpus))
         number = alike[taken]
@@ -342,7 +341,7 @@ class StepFinder:
             which = "the middle one" if self.gpus == 1 else f"number {taken + 1} by work"
             told = f"{which} of {len(alike)} different steps ({spread})"
             told += f", as the slowest of {self.gpus} GPUs has it" if self.gpus > 1 else ""
-        self._finish(steps[number], number, told)
+        self._finish(self.different[number], number, told)
 
     def _finish(self, step: RecordedStep, number: int, told: str) -> None:
         for group in self._groups:  # passes of the step itself
@@ -383,6 +382,9 @@ class StepFinder:
             raise ModelError(
                 "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
             )
+        if len(self.digests) >= MOST_STEPS and self.different:
+            self._finish_middle()
+            return
         told = "the last before the program ended"
         told += "; its optimizer took no step" if self.optimizers and not self.steps else ""
         told += "" if self.whole else "; its last passes are taken as those before them, run it for more steps"
