@@ -186,8 +186,9 @@ class StepFinder:
     richest: RecordedStep | None = None
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
-    # The step was taken of several that differ by their data.
+    # The step was taken of several that differ by their data, and what there is to say of the last of them.
     drawn: bool = False
+    remarks: tuple[str, ...] = ()
     # The first outermost module with parameters.
     root: int | None = None
     # Passes without gradients in the current step, and those of earlier ones that the step does not have.
@@ -341,7 +342,24 @@ class StepFinder:
             which = "the middle one" if self.gpus == 1 else f"number {taken + 1} by work"
             told = f"{which} of {len(alike)} different steps ({spread})"
             told += f", as the slowest of {self.gpus} GPUs has it" if self.gpus > 1 else ""
+            self.remarks = self._new_convolutions()
         self._finish(self.different[number], number, told)
+
+    def _new_convolutions(self) -> tuple[str, ...]:
+        """Return a remark if the last step still has convolutions of shapes that are new."""
+        *earlier, last = (
+            [(each.name, shape_of(each.inputs)) for each in step.calls if "convolution" in each.name]
+            for step in self.different.values()
+        )
+        known = {each for step in earlier for each in step}
+        count = sum(each not in known for each in last)
+        if not count:
+            return ()
+        return (
+            f"{count} of {len(last)} convolutions and gradients in step {max(self.different)} have shapes that no step "
+            f"before had: cuDNN looks for their kernels first, 1.5 ms each where it was measured (an H200), which "
+            f"is not in the step; shapes that come again are known",
+        )
 
     def _finish(self, step: RecordedStep, number: int, told: str) -> None:
         for group in self._groups:  # passes of the step itself
@@ -446,7 +464,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         )
         files.undo()
         apart = tuple(evaluations(trace))
-        answer(FoundStep(rank, job.mailbox, told, tuple(notes), apart, finder.drawn, finder.loading))
+        answer(FoundStep(rank, job.mailbox, told, (*notes, *finder.remarks), apart, finder.drawn, finder.loading))
 
     def evaluations(step: OperatorTrace) -> Iterator[Evaluation]:
         for group, run, parts in finder.evaluations.values():

@@ -193,6 +193,16 @@ for length in (8, 8, 300, 700, 500, 200, 800, 1600, 400):
     model(torch.randn(length, 64, device="cuda")).mean().backward()
     optimizer.step()
 """,
+    # Batches of a new size in every second step.
+    "convolutions": """
+import torch
+
+model = torch.nn.Conv2d(3, 8, 3).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in (8, 8, 3, 7, 3, 2, 7, 16, NUMBER):
+    model(torch.randn(batch, 3, 16, 16, device="cuda")).mean().backward()
+    optimizer.step()
+""",
     # Ten passes of a teacher in every step, which must not be taken for evaluation.
     "teacher": """
 import torch
@@ -335,6 +345,13 @@ def test_of_steps_of_different_lengths_the_middle_one_is_taken(folder: Path) -> 
     assert found.throughput.samples == 500
     (line,) = [line for line in found.notes if "of SGD" in line]
     assert "step 5" in line and "the middle one of 7 different steps (0." in line
+
+
+@pytest.mark.parametrize(("batch", "told"), [(5, True), (7, False)])
+def test_convolutions_of_new_shapes_are_told(folder: Path, batch: int, told: bool) -> None:
+    (folder / "sizes.py").write_text(LOOPS["convolutions"].replace("NUMBER", str(batch)), encoding="utf-8")
+    notes = [line for line in run(folder, "python sizes.py").notes if "cuDNN looks for their kernels" in line]
+    assert [line.startswith("2 of 2 convolutions and gradients in step 9 ") for line in notes] == [True] * told
 
 
 def test_several_gpus_wait_for_the_one_with_the_longest(folder: Path) -> None:
