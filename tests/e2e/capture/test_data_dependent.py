@@ -209,6 +209,7 @@ def test_an_lstm_is_one_call_each_way_and_its_launches_are_those_of_time_steps()
     trace = captured(lambda data: network(data)[0].sum().backward(), 10, 4, 8, module=network)
     calls = Counter(call.name for call in trace.calls)
     assert calls["aten::_cudnn_rnn"] == calls["aten::_cudnn_rnn_backward"] == 1
+    assert calls["CudnnRnnBackward0"] == 1  # PyTorch's node, by which measured hosts know it
     graph = lower(trace)
     forward = [task for task in graph.tasks if task.name == "aten::_cudnn_rnn"]
     backward = [task for task in graph.tasks if task.name == "aten::_cudnn_rnn_backward"]

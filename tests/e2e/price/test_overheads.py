@@ -36,6 +36,7 @@ from lab.fit.host_overheads import (
     SHARED_NAME,
     STACKS,
     fit_shared_tables,
+    generated_launches,
     measured_host,
     newer_servers,
     with_operators_of,
@@ -327,6 +328,18 @@ def test_gaps_at_borders_of_marked_ranges_have_names_of_their_own(tmp_path: Path
     assert found["T1", "annotation"] == [50, 30]
     assert found["T1", "Optimizer.step"] == [190]
     assert ("T1", "aten::view") not in found and ("T1", "aten::add_") not in found
+
+
+def test_launches_of_generated_kernels_take_what_is_between_them(tmp_path: Path) -> None:
+    profile = Profile()
+    profile.operator("## Call CompiledFxGraph f3a ##", 0, 100)
+    profile.operator("triton_poi_fused_add_0", 30, 10)  # the first has the beginning of the graph before it
+    profile.operator("aten::mm", 45, 5)
+    profile.operator("triton_per_fused_sum_1", 62, 20)
+    profile.launch(65, 4, 90, 5)
+    profile.operator("triton_poi_fused_mul_2", 85, 5)
+    found = generated_launches(read_kineto(profile.write(tmp_path / "k.json")))
+    assert [round(each.seconds / US, 6) for each in found] == [28, 8]  # 82 - 50 - 4, 90 - 82
 
 
 def test_a_copy_that_waits_for_another_stream_is_no_launch_cost(tmp_path: Path) -> None:
