@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -65,8 +66,9 @@ from e2e.step.options import StepOptions
 _end_process = os._exit
 # Steps that are compared before the last one is taken although it differs from the one before.
 MOST_STEPS = 8
-# Steps that differ by their data are drawn until there are this many, or this many operators in them.
-MOST_DRAWN, MOST_DRAWN_CALLS = 24, 60_000
+# Steps that differ by their data are drawn until there are this many, of at most so many operators each; of larger ones
+# as many as are compared. Ranks end with the same step, as nearly equal numbers of operators rarely lie on two sides.
+DRAWN = ((2_500, 24), (5_000, 16))
 # Steps on another stream than the default one before one of them is taken.
 MOST_WARMING = 24
 # Steps that make what later ones find, such as the optimizer's state.
@@ -312,10 +314,15 @@ class StepFinder:
             self.in_turn, self.accumulated.leaving_out = period, False
             self._begin_anew()
         elif not equal and last > WARMING_STEPS:
-            self.different[last] = step
-            drawn = sum(len(each.calls) for each in self.different.values())
-            if last >= MOST_DRAWN or (last >= MOST_STEPS and drawn >= MOST_DRAWN_CALLS) or drawn >= MOST_CALLS:
+            if sum(len(each.calls) for each in self.different.values()) < MOST_CALLS:
+                self.different[last] = step
+            if last >= MOST_STEPS and last >= self._most_drawn():
                 self._finish_middle()
+
+    def _most_drawn(self) -> int:
+        """Return the number of the last step that is drawn."""
+        calls = max(len(each.calls) for each in islice(self.different.values(), MOST_STEPS - WARMING_STEPS))
+        return next((number for most, number in DRAWN if calls <= most), MOST_STEPS)
 
     def _period(self) -> int:
         """Return after how many steps they begin anew; 0 if they do not."""
