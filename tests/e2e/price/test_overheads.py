@@ -23,6 +23,7 @@ from e2e.price.host_overheads import (
     load_overheads,
     load_table,
     merge_tables,
+    of_other_jobs,
     overhead_family,
     save_table,
     without_hiccups,
@@ -240,6 +241,16 @@ def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: 
         load_overheads(Path("my-host"))
     assert NEWER_NAME in foreign_host_note(load_overheads(architecture="hopper"))
     assert foreign_host_note(load_overheads(Path("v100-resnet50"))) == ""
+
+
+def test_what_a_job_computes_on_the_host_is_not_the_host_of_other_jobs() -> None:
+    own = table()
+    mean = own.means["whole"]["aten::add"]
+    drawn = replace(mean, seconds=1.4e-3, operators=2.5)
+    whole = {**own.means["whole"], "aten::rand": drawn, "aten::cat": replace(drawn, operators=64.0), "lookup": drawn}
+    found = of_other_jobs(replace(own, means={**own.means, "whole": whole}))
+    assert set(found.means["whole"]) == {*own.means["whole"], "aten::cat", "lookup"}
+    assert found.seconds("whole", "aten::rand") < 1e-4 and found.factor == SAME_HOST
 
 
 def test_newer_servers_are_half_way_between_the_two_known() -> None:
