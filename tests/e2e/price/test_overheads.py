@@ -246,7 +246,7 @@ def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: 
 def test_what_a_job_computes_on_the_host_is_not_the_host_of_other_jobs() -> None:
     own = table()
     mean = own.means["whole"]["aten::add"]
-    drawn = replace(mean, seconds=1.4e-3, operators=2.5)
+    drawn = replace(mean, seconds=1.4e-3, count=2, operators=2.5)
     whole = {**own.means["whole"], "aten::rand": drawn, "aten::cat": replace(drawn, operators=64.0), "lookup": drawn}
     found = of_other_jobs(replace(own, means={**own.means, "whole": whole}))
     assert set(found.means["whole"]) == {*own.means["whole"], "aten::cat", "lookup"}
