@@ -49,6 +49,7 @@ from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
+from e2e.step.operator_trace import MARKED_GAPS, is_multi_tensor
 from e2e.traces.host_time import nest
 from e2e.traces.json_stream import archive_members
 from e2e.traces.kineto import KinetoTrace, read_kineto
@@ -81,6 +82,7 @@ WITH_STACKS = (
 # Share of a step that its GPU works, above which the host may wait for it.
 _LIMITED_BY_GPU = 0.7
 _GENERATED = ("## Call CompiledFxGraph", "triton_")  # names of compiled code
+_LONGEST_GAP = 2e-5  # between two operators without much Python; the median is 4 us
 GENERATED = "inductor::triton"  # stands for the family of kernels in :mod:`e2e.lowering.torch_compile`
 # Table -> profiles of one software stack on one kind of host; an archive stands for all its members.
 STACKS = {
@@ -152,7 +154,11 @@ def measured_host(folder: Path) -> OverheadTable:
             continue
         profile, seconds = read_kineto(folder / row["trace"]), float(row["median_s"])
         samples = extract(profile)
-        named = {key: values for key, values in samples.values.items() if not key[1].startswith(_GENERATED)}
+        named = {
+            key: [_without_python(key, each) for each in values]
+            for key, values in samples.values.items()
+            if not key[1].startswith(_GENERATED)
+        }
         generated = {("T1", GENERATED): found} if (found := generated_launches(profile)) else {}
         own = replace(samples, values=named | generated, source=row["trace"])
         table = fit_table(H200_NAME, [own], inflation, others=load_table(SHARED))
@@ -168,6 +174,14 @@ def measured_host(folder: Path) -> OverheadTable:
     merged = merge_tables(H200_NAME, tables)
     sources = tuple(replace(each, file=Path(each.file).name) for each in merged.sources)
     return of_other_jobs(replace(merged, sources=sources))
+
+
+def _without_python(key: tuple[OverheadPart, str], sample: OverheadSample) -> OverheadSample:
+    """``sample`` without Python of its own job between two operators, which a capture of another job counts itself."""
+    kind, name = key
+    if kind != "T1" or name in MARKED_GAPS or is_multi_tensor(name):
+        return sample
+    return replace(sample, seconds=min(sample.seconds, _LONGEST_GAP))
 
 
 def generated_launches(profile: KinetoTrace) -> list[OverheadSample]:
