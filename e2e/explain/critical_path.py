@@ -23,7 +23,17 @@ from e2e.price.speed_band import StepErrors
 from e2e.simulate.instructions import action_label
 from e2e.simulate.timeline import Edge, Timeline, TimeWindow
 from e2e.step.collective_names import POINT_TO_POINT
-from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Synchronize, Task
+from e2e.step.execution_graph import (
+    UNKNOWN_PRODUCT,
+    Action,
+    ExecutionGraph,
+    HostWork,
+    Kernel,
+    Launch,
+    RankGraph,
+    Synchronize,
+    Task,
+)
 
 SegmentKind = Literal[
     "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
@@ -256,7 +266,7 @@ def task_family(task: Task | Kernel) -> str:
         first = task.operators[0]
         name = type(first).__name__
         if name not in _PRODUCTS:
-            return name
+            return UNKNOWN_PRODUCT if getattr(first, "kind", "") == UNKNOWN_PRODUCT else name
         dtype = getattr(first, "dtype", "")
         name += "" if dtype in _SHORT else f" in {dtype}"
         return f"{name} of experts" if task.name.startswith(_OF_EXPERTS) else name

@@ -40,6 +40,7 @@ from e2e.step.collective_names import ANNOTATION, EAGER, FUNCTIONAL, OUTPUT_FIRS
 from e2e.step.execution_graph import (
     AUTOGRAD,
     MAIN,
+    UNKNOWN_PRODUCT,
     CallInfo,
     Collective,
     Duration,
@@ -336,7 +337,6 @@ class UnitGaps:
 
 
 UNKNOWN = "unknown"
-UNKNOWN_PRODUCT = "unknown product"  # kernel in Triton that multiplies matrices of unknown extents
 # Size fields of the cost models' records; a record with a zero size is no work.
 EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
 

@@ -32,6 +32,8 @@ OVERHEAD_MEANINGS: Mapping[OverheadKind, str] = {
     "host": "other work of the host",
 }
 TaskKind = Literal["kernel", "copy", "memset", "collective", "graph"]
+# Kind of the element-wise record of a kernel in Triton that multiplies matrices of unknown extents.
+UNKNOWN_PRODUCT = "unknown product"
 
 
 @dataclass(frozen=True, slots=True)

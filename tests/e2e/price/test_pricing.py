@@ -8,15 +8,28 @@ import pytest
 
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.explain.critical_path import task_family
 from e2e.price.pricing import (
     GATHERING_SECONDS,
     GATHERING_SHARE,
     RECORDED_TENSORS,
     TENSOR_SECONDS,
+    UNKNOWN_TIMES,
     HostPrices,
+    duration_of,
     price,
 )
-from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
+from e2e.step.execution_graph import (
+    UNKNOWN_PRODUCT,
+    CallInfo,
+    Duration,
+    ExecutionGraph,
+    HostWork,
+    Launch,
+    RankGraph,
+    Synchronize,
+    Task,
+)
 from e2e.step.operator_trace import OPTIMIZER_STEP
 
 ADD, PRODUCT = Elementwise("add", 100), Gemm(1, 10, 10, 10)
@@ -70,6 +83,16 @@ def three_tasks() -> ExecutionGraph:
         Task(1, "mm", "kernel", 0, (PRODUCT,), call=2),
         Task(2, "mm with add", "kernel", 0, (PRODUCT, ADD), Duration.measured(3.0), call=2),
     )
+
+
+def test_a_product_of_which_only_the_bytes_are_known_may_take_much_longer():
+    records = ADD, replace(ADD, kind=UNKNOWN_PRODUCT)
+    tasks = [Task(place, "triton::kernel", "kernel", 7, (each,), call=0) for place, each in enumerate(records)]
+    prices = dict(zip(records, Toy().estimate(records), strict=True))
+    plain, product = (duration_of(task, prices) for task in tasks)
+    assert (plain.seconds, plain.upper) == (1.0, 2.0)
+    assert (product.seconds, product.lower, product.upper) == (1.0, 0.5, UNKNOWN_TIMES)
+    assert [task_family(task) for task in tasks] == ["Elementwise", UNKNOWN_PRODUCT]
 
 
 def test_missing_durations_are_filled_in_and_measured_ones_stay():
