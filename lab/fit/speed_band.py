@@ -1,15 +1,15 @@
 """Fits to whole steps: the band of speeds of GPUs that wait for each other, and the spread between releases.
 
 ``python -m lab.fit.speed_band [--data FOLDER] [-o FILE]`` predicts the published training steps of
-:mod:`lab.steps.training` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``, the one
-parameter taken from whole steps.
+:mod:`lab.steps.training` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``, what is
+taken from whole steps of language models.
 
-The width makes the sum of |log(predicted / measured)| least over steps of dense models in 16 bits, every source
-weighing the same. What is left says how wide intervals are: with k the share of the kernels' own errors that a step
-keeps and r the rest, k is what makes the interval score of Gneiting and Raftery (2007) least (width, and ten times what
-is missed at 80 %), r then holds 80 % of the steps. All models were developed with these steps in view, so their errors
-are not those of unseen steps: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all of it without the
-source that it asks about.
+The width, by architecture and of all, makes the sum of |log(predicted / measured)| least over steps of dense models in
+16 bits, every source weighing the same. What is left says how wide intervals are: with k the share of the kernels' own
+errors that a step keeps and r the rest, k is what makes the interval score of Gneiting and Raftery (2007) least (width,
+and ten times what is missed at 80 %), r then holds 80 % of the steps. All models were developed with these steps in
+view, so their errors are not those of unseen steps: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all
+of it without the source that it asks about.
 
 ``--releases`` writes ``costmodel/calibration/release_spread.json`` (:mod:`e2e.price.speed_band`) instead: how far whole
 steps move between releases of PyTorch and its libraries (timm's models, timed twice on one card), and how much slower
@@ -24,6 +24,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,14 +62,17 @@ def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
     if len(rows) < 2:
         return None
     weights = np.array([1.0 / rows[step.asked.row.family] for step in taught])
-    width = _width(taught, weights)
-    families = sorted({family for step in taught for family in step.predicted.above})
-    bare = SpeedBand(width, StepErrors(families=tuple(families)))
-    errors = _errors(taught, weights, bare)
+    architectures = [step.predicted.chip.partition(" ")[0] for step in taught]
+    widths = {}
+    for name in sorted(set(architectures)):
+        own = [place for place, each in enumerate(architectures) if each == name]
+        widths[name] = _width([taught[place] for place in own], weights[own])
+    families = sorted({family for step in taught for family in step.predicted.above} - {"host"})  # it differs by job
     chips = tuple(sorted({step.predicted.chip for step in taught}))
-    return SpeedBand(
-        width, errors, chips, {"command": "python -m lab.fit.speed_band", "rows": dict(sorted(rows.items()))}
-    )
+    provenance = {"command": "python -m lab.fit.speed_band", "rows": dict(sorted(rows.items()))}
+    errors = StepErrors(families=tuple(families))
+    bare = SpeedBand(_width(taught, weights), errors, chips, provenance, widths=widths)
+    return replace(bare, errors=_errors(taught, weights, bare))
 
 
 def left_out_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
@@ -84,12 +88,12 @@ def _width(steps: Sequence[BareStep], weights: np.ndarray) -> float:
     of_width = np.array([SpeedBand(1.0, StepErrors()).slowdown(step.asked.row.gpus) for step in steps])
     predicted = seconds * (1.0 + WIDTHS[:, None] * of_width * share)
     misses = np.abs(np.log(predicted / measured)) @ weights
-    return float(WIDTHS[int(np.argmin(misses))])
+    return round(float(WIDTHS[int(np.argmin(misses))]), 4)
 
 
 def _errors(steps: Sequence[BareStep], weights: np.ndarray, band: SpeedBand) -> StepErrors:
     """Remaining errors of the steps: the share ``kept`` of the kernels' errors with the least score, and the rest."""
-    slowed = [step.predicted.slowed(band.slowdown(step.asked.row.gpus)) for step in steps]
+    slowed = [step.predicted.slowed(band.on(step.predicted.chip).slowdown(step.asked.row.gpus)) for step in steps]
     logs = np.array([np.log(s.asked.row.seconds / p.seconds) for s, p in zip(steps, slowed, strict=True)])
     found: list[tuple[float, float, float]] = []
     for kept in KEPT.tolist():
@@ -125,7 +129,8 @@ def fit_band(data: Path) -> tuple[dict[str, Any], str]:
     others = {name: each for name, each in left_out_bands(steps).items() if each is not None}
     record["left_out"] = {name: band_record(each) for name, each in others.items()}
     record["provenance"] |= {"table": table, "not_predicted": len(failed)}
-    return record, f"GPUs within {band.width:.1%}, steps within {band.errors.residual:.1%} of it"
+    widths = ", ".join(f"{name} {width:.1%}" for name, width in band.widths.items())
+    return record, f"GPUs within {widths} (all {band.width:.1%}), steps within {band.errors.residual:.1%} of it"
 
 
 # --- releases --------------------------------------------------------------------------------------

@@ -163,10 +163,11 @@ def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedSte
     from e2e.sources.prepared_step import run_step
 
     band = left_out_band(step.row.family)
-    lost = 0.0 if band is None else band.slowdown(step.row.gpus)
+    own = None if band is None else band.on(bare.chip)
+    lost = 0.0 if own is None else own.slowdown(step.row.gpus)
     if not lost:
         return bare
-    again = run_step(replace(prepared(step, kept), band=band))
+    again = run_step(replace(prepared(step, kept), band=own))
     slower = again.deviations
     banded = {
         "seconds": again.prediction.iteration_seconds,
@@ -198,7 +199,7 @@ def _configuration(step: AskedStep, kept: Path) -> Path:
 
 def _key(step: AskedStep, banded: bool) -> str:
     band = left_out_band(step.row.family) if banded else None
-    record: dict[str, Any] = {"step": str(step), "width": None if band is None else band.width}
+    record: dict[str, Any] = {"step": str(step), "band": None if band is None else [band.width, band.widths]}
     return f"step-{capture_key(record)}"
 
 

@@ -41,7 +41,7 @@ class TrainingCase:
         row = self.asked.row
         if self.band is None or row.gpus == 1:
             return self.predicted
-        return self.predicted.slowed(self.band.slowdown(row.gpus))
+        return self.predicted.slowed(self.band.on(self.predicted.chip).slowdown(row.gpus))
 
     @property
     def error(self) -> float:

@@ -14,7 +14,7 @@ from lab.steps.training import AskedStep, TrainingRow, asked_step
 from lab.steps.training_runs import BareStep, PredictedStep
 from lab.validate.training import TrainingCase, training_figures
 
-CHIP = "ampere of 108 multiprocessors"
+CHIP, HOPPER = "ampere of 108 multiprocessors", "hopper of 132 multiprocessors"
 SOURCES = ("llm-foundry", "torchtitan", "dgxc-benchmarking")
 
 
@@ -48,6 +48,14 @@ def test_the_width_that_steps_were_made_with_is_found():
     band = fit_speed_band(steps(0.08))
     assert band is not None and band.width == pytest.approx(0.08) and band.chips == (CHIP,)
     assert band.errors.families == ("Gemm",) and band.errors.residual == pytest.approx(UNSEEN, abs=1e-4)
+
+
+def test_each_architecture_has_the_width_of_its_own_steps():
+    of_hopper = [BareStep(step.asked, replace(step.predicted, chip=HOPPER)) for step in steps(0.16)]
+    band = fit_speed_band([*steps(0.06), *of_hopper])
+    assert band is not None and band.widths == pytest.approx({"ampere": 0.06, "hopper": 0.16})
+    assert 0.06 <= band.width <= 0.16 and band.on(CHIP).width == pytest.approx(0.06)
+    assert band.on(HOPPER).width == pytest.approx(0.16) and band.on("volta of 80 multiprocessors") is band
 
 
 def test_the_interval_holds_four_fifths_of_steps_that_err_as_unseen_ones_do():
