@@ -176,7 +176,7 @@ def measured_host(folder: Path) -> OverheadTable:
     return of_other_jobs(replace(merged, sources=sources))
 
 
-def _without_python(key: tuple[OverheadPart, str], sample: OverheadSample) -> OverheadSample:
+def _without_python(key: tuple[str, str], sample: OverheadSample) -> OverheadSample:
     """``sample`` without Python of its own job between two operators, which a capture of another job counts itself."""
     kind, name = key
     if kind != "T1" or name in MARKED_GAPS or is_multi_tensor(name):
