@@ -15,7 +15,7 @@ from e2e.capture.possible_values import true_share
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.sources.built_in_model import assumptions
-from e2e.step.execution_graph import RankGraph
+from e2e.step.execution_graph import RankGraph, Synchronize
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
@@ -74,6 +74,22 @@ def test_selections_are_found_awaited_and_gathered(select: Callable[[torch.Tenso
     assert order.index("aten::nonzero") < order.index("Memcpy DtoH") < order.index("aten::index")
     (line,) = assumptions([trace])
     assert "1 selections by data" in line and "x[:k]" in line
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["numbers", "mask"])
+def test_an_index_of_the_host_is_copied_and_awaited_in_both_passes(mask: bool):
+    rows = torch.arange(16, device="cpu")
+    index = rows % 2 == 0 if mask else rows[::2]
+
+    def step(data: torch.Tensor) -> None:
+        data.requires_grad_()[index].sum().backward()
+
+    graph = lower(captured(step, 16, 8))
+    found = [name for name in names(graph) if name in ("Memcpy HtoD", "aten::index", "aten::index_put")]
+    assert found == ["Memcpy HtoD", "aten::index", "Memcpy HtoD", "aten::index_put"]
+    assert sum(isinstance(action, Synchronize) for action in graph.actions()) == 2
+    (gathered,) = [task for task in graph.tasks if task.name == "aten::index"]
+    assert sum(each.write_bytes for each in gathered.operators) == 8 * 8 * 4  # type: ignore[union-attr]
 
 
 def test_a_mask_selects_all_or_the_share_that_is_said():
