@@ -89,7 +89,7 @@ def test_an_index_of_the_host_is_copied_and_awaited_in_both_passes(mask: bool):
     assert found == ["Memcpy HtoD", "aten::index", "Memcpy HtoD", "aten::index_put"]
     assert sum(isinstance(action, Synchronize) for action in graph.actions()) == 2
     (gathered,) = [task for task in graph.tasks if task.name == "aten::index"]
-    assert sum(each.write_bytes for each in gathered.operators) == 8 * 8 * 4  # type: ignore[union-attr]
+    assert sum(each.write_bytes for each in gathered.operators) == 8 * 8 * 4  # type: ignore[union-attr, misc]
 
 
 def test_a_mask_selects_all_or_the_share_that_is_said():
