@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from costmodel.base.errors import ModelError
 from costmodel.operators.device_work import Gemm
 from e2e.capture.possible_values import true_share
 from e2e.capture.script import capture_script, load_script
@@ -108,6 +109,17 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
     assert "find 50% of what they could (--selected)" in line and "where fewer" not in line
     (line,) = assumptions([trace], selected=0.0012)
     assert "find 0.12% of what they could" in line
+
+
+def test_sizes_of_a_selection_that_is_taken_to_be_whole_are_told():
+    def step(data: torch.Tensor) -> torch.Tensor:
+        return torch.masked_select(data, data > 0).view(8, 4)
+
+    assert captured(step, 8, 8, selected=0.5)
+    with pytest.raises(ModelError, match="invalid for input of size 64; selections by data .*--selected says which"):
+        captured(step, 8, 8)
+    with pytest.raises(ModelError, match="invalid for input of size 64; mend it"):
+        captured(lambda data: data.view(8, 4), 8, 8)
 
 
 def test_a_mask_written_at_some_places_selects_no_more():
