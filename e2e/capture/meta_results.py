@@ -450,8 +450,8 @@ EVEN_COUNTS = ("aten::bincount", "aten::histc", "aten::sum")
 
 
 def is_assumed(name: str, tensor: torch.Tensor) -> bool:
-    """True if the call ``name`` of one of these on ``tensor`` has a result that depends on data."""
-    if known(tensor) is not None or is_certain():
+    """True if the call ``name`` of one of these on ``tensor`` has a result that depends on data that is not there."""
+    if not _is_meta(tensor) or known(tensor) is not None or is_certain():
         return False
     certain = true_for_certain(tensor) is not None
     return certain if name == "aten::sum" else not certain or name != ASSUMED
