@@ -450,8 +450,8 @@ EVEN_COUNTS = ("aten::bincount", "aten::histc", "aten::sum")
 
 
 def is_assumed(name: str, tensor: torch.Tensor) -> bool:
-    """True if the call ``name`` of one of these on ``tensor`` has a result that depends on data."""
-    if known(tensor) is not None or is_certain():
+    """True if the call ``name`` of one of these on ``tensor`` has a result that depends on data that is not there."""
+    if not _is_meta(tensor) or known(tensor) is not None or is_certain():
         return False
     certain = true_for_certain(tensor) is not None
     return certain if name == "aten::sum" else not certain or name != ASSUMED
@@ -484,7 +484,30 @@ def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor 
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    return aten.index.Tensor(tensor, _without_masks(indices))
+    return aten.index.Tensor(tensor, [each for index in _without_masks(indices) for each in _on_gpu(index)])
+
+
+def _has_index_of_host(args: Sequence[Any]) -> bool:
+    return _is_meta(args[0]) and any(isinstance(each, torch.Tensor) and not _is_meta(each) for each in args[1])
+
+
+def _on_gpu(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return an index of the host on the GPU, a mask as the indices that it selects: copies that the host waits for, of
+    a backward pass once more (``make_info`` in TensorAdvancedIndexing.cpp).
+    """
+    if index is None or _is_meta(index):
+        return [index]
+    found = index.nonzero().unbind(1) if index.dtype in (torch.bool, torch.uint8) else [index]
+    return [aten._to_copy.default(each, device="meta") for each in found]
+
+
+def _indexed(func: Any) -> Selection:
+    """Return ``func``, which writes to indices, after their copies to the GPU."""
+
+    def apart(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        return func(tensor, [each for index in indices for each in _on_gpu(index)], *args, **kwargs)
+
+    return Selection(_has_index_of_host, apart)
 
 
 def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -524,7 +547,10 @@ def _non_maximum(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) ->
 # By operator, or by its name where PyTorch does not define it.
 SELECTIONS: dict[Any, Selection] = {
     "torchvision::nms": Selection(lambda args: args[0].device.type == "meta", _non_maximum),
-    aten.index.Tensor: Selection(_has_mask, _index),
+    aten.index.Tensor: Selection(lambda args: _has_mask(args) or _has_index_of_host(args), _index),
+    aten.index_put.default: _indexed(aten.index_put.default),
+    aten.index_put_.default: _indexed(aten.index_put_.default),
+    aten._index_put_impl_.default: _indexed(aten._index_put_impl_.default),
     aten.masked_select.default: Selection(lambda args: _is_mask(args[1]), _masked_select),
     aten._unique2.default: Selection(lambda args: args[0].device.type == "meta", _unique),
     aten.unique_consecutive.default: Selection(lambda args: args[0].device.type == "meta", _unique_consecutive),

@@ -291,6 +291,8 @@ class Recorder(TorchDispatchMode):
 
         # Number of operators called so far, recorded or not.
         self.called = 0
+        # True after a call that selects by data.
+        self.selected = False
         # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
         self.functions, self.counting = 0, False
         self.count: Callable[[FrameType, str, Any], None] | None = None
@@ -562,6 +564,7 @@ class Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "pin_memory": False}  # there is no memory to pin
         selecting = SELECTIONS.get(func if func.namespace == "aten" else func.name())
         if selecting is not None and selecting.applies(args):
+            self.selected = True
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
         # What a data loader's worker does takes no time of the program's own process.

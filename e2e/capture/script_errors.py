@@ -217,7 +217,7 @@ def reporting(reference: str) -> Iterator[None]:
         said = str(error) or (frames[-1].line or "" if frames else "")  # such as the condition of an assertion
         if "Traceback (most recent call last)" in said:  # passed on from another process
             said = said.strip().rpartition("\n")[2]
-        summary = " ".join(said.split())[:200] + _hint(frames)
+        summary = " ".join(said.split())[:200] + _hint(frames) + "".join(getattr(error, "__notes__", ()))
         advice = "mend it there: it runs without a GPU and without data" if file else _ADVICE
         place = reference if file else _place(reference, error)
         raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}; {advice}") from error

@@ -290,10 +290,22 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         if recorder.custom is not None:
             stack.enter_context(recorder.custom.noticed())
         stack.enter_context(GpuDecisions(recorder, options.form))
+        stack.enter_context(_told_selections(recorder))
         stack.enter_context(recorder)
         if recorder.counting:
             stack.enter_context(counted_functions(recorder))
         yield
+
+
+@contextmanager
+def _told_selections(recorder: Recorder) -> Iterator[None]:
+    """Context that notes, on an error of sizes, that what was selected by data may have another."""
+    try:
+        yield
+    except RuntimeError as error:
+        if recorder.selected and "invalid for input of size" in str(error):
+            error.add_note("; selections by data are taken to find all that they could: --selected says which share")
+        raise
 
 
 @contextmanager

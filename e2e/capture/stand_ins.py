@@ -102,6 +102,9 @@ class _SilentModule(ModuleType):
         # Classes are derived from (`class Mine(SummaryWriter)`) and called alike.
         return Silent if name[:1].isupper() else Silent()
 
+    def __bool__(self) -> bool:
+        return False  # of a program that tests whether it has the logger, the way without
+
 
 class _Loggers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finder of loggers that are not installed. It is asked last."""

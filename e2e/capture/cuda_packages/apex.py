@@ -423,6 +423,13 @@ def _adam(chunk: int, flag: Any, lists: Any, *_: Any) -> None:
     )  # fmt: skip
 
 
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients to a norm: a few kernels for all of them, whatever PyTorch's own function takes."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach=True)
+
+
 _NORMALIZATION = {
     "FusedLayerNorm": FusedLayerNorm,
     "FusedRMSNorm": FusedRMSNorm,
@@ -467,6 +474,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "apex.parallel.distributed": {"DistributedDataParallel": data_parallel, "flat_dist_call": _flat_call},
     "apex.parallel.LARC": {"LARC": LARC},
     "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+    "apex.contrib": {},
+    "apex.contrib.clip_grad": {"clip_grad_norm_": clip_grad_norm_},
     "amp_C": {
         "multi_tensor_l2norm": _norms,
         "multi_tensor_scale": _scale,

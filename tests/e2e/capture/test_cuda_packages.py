@@ -255,6 +255,25 @@ def test_apex_reads_the_norms_of_every_parameter_for_its_rate(told: list[str]):
     assert waits(True) - waits(False) == 2 * 2  # weight and bias, two norms each
 
 
+def test_apex_clips_all_gradients_by_a_few_kernels(told: list[str]):
+    from apex.contrib.clip_grad import clip_grad_norm_  # type: ignore[import-not-found]
+
+    def kernels(layers: int) -> int:
+        def make() -> tuple[nn.Module, Callable[[], Any]]:
+            model = nn.Sequential(*[nn.Linear(64, 64, device="cuda") for _ in range(layers)])
+            data = torch.randn(8, 64, device="cuda")
+
+            def step() -> None:
+                model(data).sum().backward()
+                assert clip_grad_norm_(model.parameters(), 1.0).shape == ()
+
+            return model, step
+
+        return sum(task.name.startswith("aten::_foreach") for task in lowered(make).tasks)
+
+    assert kernels(2) == kernels(6) == 3  # norms in two, scaling
+
+
 def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     modules = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES
     small = modules["bitsandbytes.optim"]["AdamW8bit"]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from costmodel.base.errors import ModelError
 from costmodel.operators.device_work import Gemm
 from e2e.capture.possible_values import true_share
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.sources.built_in_model import assumptions
-from e2e.step.execution_graph import RankGraph
+from e2e.step.execution_graph import RankGraph, Synchronize
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
@@ -76,6 +77,24 @@ def test_selections_are_found_awaited_and_gathered(select: Callable[[torch.Tenso
     assert "1 selections by data" in line and "x[:k]" in line
 
 
+@pytest.mark.parametrize("mask", [False, True], ids=["numbers", "mask"])
+def test_an_index_of_the_host_is_copied_and_awaited_in_both_passes(mask: bool):
+    rows = torch.arange(16, device="cpu")
+    index = rows % 2 == 0 if mask else rows[::2]
+
+    def step(data: torch.Tensor) -> None:
+        data.requires_grad_()[index].sum().backward()
+
+    trace = captured(step, 16, 8)
+    graph = lower(trace)
+    assert not assumptions([trace]) and "aten::nonzero" not in names(graph)
+    found = [name for name in names(graph) if name in ("Memcpy HtoD", "aten::index", "aten::index_put")]
+    assert found == ["Memcpy HtoD", "aten::index", "Memcpy HtoD", "aten::index_put"]
+    assert sum(isinstance(action, Synchronize) for action in graph.actions()) == 2
+    (gathered,) = [task for task in graph.tasks if task.name == "aten::index"]
+    assert sum(each.write_bytes for each in gathered.operators) == 8 * 8 * 4  # type: ignore[union-attr, misc]
+
+
 def test_a_mask_selects_all_or_the_share_that_is_said():
     sizes: list[torch.Size] = []
 
@@ -92,6 +111,17 @@ def test_a_mask_selects_all_or_the_share_that_is_said():
     assert "find 50% of what they could (--selected)" in line and "where fewer" not in line
     (line,) = assumptions([trace], selected=0.0012)
     assert "find 0.12% of what they could" in line
+
+
+def test_sizes_of_a_selection_that_is_taken_to_be_whole_are_told():
+    def step(data: torch.Tensor) -> torch.Tensor:
+        return torch.masked_select(data, data > 0).view(8, 4)
+
+    assert captured(step, 8, 8, selected=0.5)
+    with pytest.raises(ModelError, match="invalid for input of size 64; selections by data .*--selected says which"):
+        captured(step, 8, 8)
+    with pytest.raises(ModelError, match="invalid for input of size 64; mend it"):
+        captured(lambda data: data.view(8, 4), 8, 8)
 
 
 def test_a_mask_written_at_some_places_selects_no_more():
