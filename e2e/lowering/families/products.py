@@ -373,7 +373,7 @@ TABLE: dict[str, Lowering] = {
     "aten::_scaled_dot_product_efficient_attention": _fused(6),
     "aten::_scaled_dot_product_cudnn_attention": _fused(6),
     "aten::_scaled_dot_product_flash_attention_backward": _fused_backward(11),
-    "aten::_scaled_dot_product_efficient_attention_backward": _fused_backward(12),
+    "aten::_scaled_dot_product_efficient_attention_backward": _fused_backward(11),
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_backward(14),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data._utils import worker
 
 from costmodel.operators.attention import Attention
@@ -415,6 +416,31 @@ def test_attention_that_a_program_forces(backends: list[SDPBackend], kernel: str
     found = [each for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
     assert [each.kernel for each in found] == ([kernel, kernel] if kernel else [])
     assert all(each.causal and each.query_length == 128 and each.heads == 4 for each in found)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_a_policy_keeps_the_attention_that_a_program_forces(backend: SDPBackend):
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operator in (
+            torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+            torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        )
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+
+    def run() -> None:
+        query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        key = torch.randn(2, 2, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        checkpoint(attend, query, key, use_reentrant=False, context_fn=contexts).sum().backward()
+        assert key.grad is not None and key.grad.shape == key.shape
+
+    graph = lower(watched(run))
+    found = [each.direction for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
+    assert found == ["forward", "backward"]
 
 
 PROGRAM = """
