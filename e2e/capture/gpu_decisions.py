@@ -403,6 +403,7 @@ _BACKENDS: dict[str, Callable[[], bool]] = {
     "math": torch.backends.cuda.math_sdp_enabled,
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
 }
+_PRIORITIES = {1: "flash", 2: "efficient", 0: "math", 3: "cudnn"}
 CUDNN_HEAD_DIM = 128
 # Compute capabilities of the GPUs on which PyTorch prefers cuDNN's attention.
 _CUDNN_FIRST = (9, 10)
@@ -410,12 +411,12 @@ _CUDNN_FIRST = (9, 10)
 
 def _allowed_backends() -> list[str]:
     """Return the kernels that the program allows (``sdpa_kernel``, ``enable_flash_sdp`` ...), the preferred one
-    first.
+    first: in the program's order if it sets one (``sdpa_kernel(..., set_priority=True)``).
     """
-    allowed = [name for name, is_enabled in _BACKENDS.items() if is_enabled()]
-    if "cudnn" in allowed and _prefers_cudnn():
-        allowed.insert(0, allowed.pop())
-    return allowed
+    ordered = [_PRIORITIES[each] for each in torch._C._get_sdp_priority_order() if each in _PRIORITIES]
+    if ordered == list(_BACKENDS) and _prefers_cudnn():
+        ordered.insert(0, ordered.pop())
+    return [name for name in ordered if _BACKENDS[name]()]
 
 
 def _prefers_cudnn() -> bool:

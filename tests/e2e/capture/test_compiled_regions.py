@@ -418,6 +418,22 @@ def test_attention_that_a_program_forces(backends: list[SDPBackend], kernel: str
     assert all(each.causal and each.query_length == 128 and each.heads == 4 for each in found)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_program_that_orders_the_attention_kernels(in_order: bool):
+    """GPUs of compute capability 8 do not prefer cuDNN of themselves."""
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+    def run() -> None:
+        assert torch.cuda.get_device_capability()[0] < 9
+        query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+        with sdpa_kernel(backends, set_priority=in_order):
+            F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    graph = lower(watched(run))
+    (found,) = [each for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
+    assert found.kernel == ("cudnn" if in_order else "flash2")
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
 def test_a_policy_keeps_the_attention_that_a_program_forces(backend: SDPBackend):
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
