@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -191,6 +191,8 @@ OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float
 # Operators that write into existing memory.
 _COPY = "aten::copy_"
 _WRITES = frozenset((_COPY, "aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_"))
+# Operators by which ``zero_grad`` clears gradients that stay, perhaps before the forward pass.
+_CLEARS = frozenset(("aten::zero_", "aten::_foreach_zero_", "aten::fill_", "aten::detach_"))
 Role = Literal[
     "parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "cache", "reserve"
 ]  # fmt: skip
@@ -261,6 +263,8 @@ class Lifetime:
     alike: int = 1
     # True if a forward pass writes a part of it.
     added_to: bool = False
+    # True if it is state of an optimizer that updates each parameter in the backward pass.
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -335,6 +339,9 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
     exact = any("freed" in call.attributes for call in trace.calls)
     latest = -1  # storage
     parts: list[OperatorCall] = []
+    read: set[int] = set()  # by forward passes
+    nodes: dict[int | None, int] = {}  # node that accumulates a gradient -> its first call, before those of hooks
+    taken: set[int] = set()  # by those first calls
     for position, call in enumerate(trace.calls):
         for storage in _listed(call, "freed"):
             if storage in found:
@@ -357,19 +364,35 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
             entry.used = position
             entry.size = max(entry.size, _bytes(tensor))
             entry.phases.add(call.phase)
+            if is_input and call.phase == "forward" and call.name not in _CLEARS:
+                read.add(tensor.storage)
             if gradient:
+                if nodes.setdefault(call.parent, call.id) == call.id:
+                    taken.add(tensor.storage)
                 entry.gradient = True
                 entry.alike = tensor.shape[0] if len(tensor.shape) == EXPERT_DIMENSIONS else 1
         if call.name in _WRITES:
             parts.append(call)
     if not {"backward", "optimizer"} & {call.phase for call in trace.calls}:
         _note_additions(parts, found)
+    _note_updates(found, read, taken)
     for entry in found.values():
         if entry.existed or (entry.gradient and not exact):
             entry.last = end
     for storage in found.keys() & trace.storage_bytes.keys():
         found[storage].size = max(found[storage].size, whole_blocks(trace.storage_bytes[storage]))
     return found
+
+
+def _note_updates(found: Mapping[int, Lifetime], read: Container[int], taken: Container[int]) -> None:
+    """If hooks of gradients update parameters: tell these, which forward passes ``read``, the states and what the hooks
+    make from gradients, which the nodes themselves have ``taken``.
+    """
+    touched = {storage: each for storage, each in found.items() if each.gradient}
+    updated = {storage for storage, each in touched.items() if each.existed and storage in read}
+    for storage, each in touched.items() if updated else ():
+        each.state = each.existed and storage not in updated and each.phases == {"backward"}
+        each.gradient = storage in taken if not each.existed else not each.state and storage not in updated
 
 
 def _note_additions(writes: Iterable[OperatorCall], found: dict[int, Lifetime]) -> None:
@@ -430,7 +453,7 @@ def role_of(storage: Lifetime) -> Role:
     if storage.gradient:
         return "gradients"
     if storage.existed:
-        if storage.phases == {"optimizer"}:
+        if storage.state or storage.phases == {"optimizer"}:
             return "optimizer_state"
         return "inputs" if storage.integer else "cache" if storage.added_to else "parameters"
     if storage.first_phase == "forward" and "backward" in storage.phases:
@@ -552,7 +575,7 @@ class _CapturedReplay:
 
     def run(self) -> MemoryUsage:
         for storage, life in self._existing():
-            if role_of(life) != "optimizer_state":
+            if role_of(life) != "optimizer_state" or self.update is None:
                 self.replay.take(storage, life.size, role_of(life))
         before = -1
         for _ in range(_STEPS):

@@ -180,6 +180,27 @@ def _kind(name: str, count: int, eight: bool) -> Any:
     return type(name, (_Optimizer,), {"__init__": construct})
 
 
+_PAGED = (
+    "states of a paged optimizer are counted as memory of the GPU: PyTorch's own peak leaves them out, and what does"
+    " not fit moves to the host and back in every step, which is not priced"
+)
+
+
+def noted(note: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of the paged optimizers here by which ``note`` is told of their states."""
+
+    def construct_of(construct: Callable[..., None]) -> Callable[..., None]:
+        def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+            note(_PAGED)
+            construct(self, *args, **kwargs)
+
+        return constructed
+
+    for name, kind in _OPTIM.items():
+        if name.startswith("Paged"):
+            yield kind, "__init__", construct_of(kind.__init__)
+
+
 def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches of the installed package: weights become codes on the way to the GPU, and paged states are on
     the GPU, of which ``note`` is told.
@@ -194,10 +215,7 @@ def patches(package: Any, note: Callable[[str], None]) -> Iterator[tuple[Any, st
         return move(self, *args, **kwargs)
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
-        note(
-            "states of a paged optimizer are counted as memory of the GPU: PyTorch's own peak leaves them out, and what"
-            " does not fit moves to the host and back in every step, which is not priced"
-        )
+        note(_PAGED)
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     yield parameter, "to", to

@@ -285,10 +285,9 @@ def _asking_library() -> str:
 
 
 def _adapted(note: Note, module: Any) -> Iterable[tuple[Any, str, Any]]:
-    """Return the patches of bitsandbytes, if it is the installed package."""
-    if isinstance(module, _Package):
-        return ()
-    return import_module("e2e.capture.cuda_packages.bitsandbytes").patches(module, note)  # type: ignore[no-any-return]
+    """Return the patches of bitsandbytes: of the installed package, or of what stands for it."""
+    own = import_module("e2e.capture.cuda_packages.bitsandbytes")
+    return own.noted(note) if isinstance(module, _Package) else own.patches(module, note)  # type: ignore[no-any-return]
 
 
 def _extended(module: Any) -> Iterable[tuple[Any, str, Any]]:

@@ -288,6 +288,14 @@ def test_bitsandbytes_moves_states_of_8_bits_and_weights_of_4(told: list[str]):
     assert len(records(four, Gemm)) == 2  # the frozen weight has no gradient
 
 
+def test_states_of_a_paged_optimizer_are_told_of(told: list[str]):
+    optimizers = import_module("bitsandbytes.optim")
+    optimizers.AdamW8bit([nn.Parameter(torch.empty(8))])
+    assert not any("paged" in each for each in told)
+    optimizers.PagedAdamW8bit([nn.Parameter(torch.empty(8))])
+    assert any(each.startswith("states of a paged optimizer are counted as memory of the GPU") for each in told)
+
+
 def test_an_older_bitsandbytes_calls_its_library_by_name(told: list[str]):
     """Weights are expanded by branches, whose instructions take longer than their bytes; an optimizer updates all."""
     library = import_module("e2e.capture.cuda_packages.bitsandbytes").MODULES["bitsandbytes.cextension"]["lib"]

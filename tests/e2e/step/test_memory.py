@@ -126,6 +126,39 @@ def test_a_captured_step_holds_weights_gradients_and_state(optimizer: type[torch
     assert usage.breakdown["parameters"] == pytest.approx(size, rel=0.01)
 
 
+def test_hooks_of_gradients_that_update_parameters_leave_no_gradient():
+    """Parameters and states that an optimizer updates in the backward pass are seen there below the gradient's node."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False, device="meta") for _ in range(4)))
+    data = torch.empty(1, 1024, device="meta")
+    updates = {each: torch.optim.AdamW([each], lr=0.1) for each in layers.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        updates[parameter].step()
+        updates[parameter].zero_grad()
+
+    for each in updates:
+        each.register_post_accumulate_grad_hook(update)
+    usage = peak_memory(capture(CapturedWorkload("layers", layers, lambda: layers(data).sum().backward())))
+    size = 4 * 1024 * 1024
+    assert usage.breakdown["gradients"] == size
+    assert usage.breakdown["parameters"] == pytest.approx(4 * size, rel=0.01)
+    assert usage.breakdown["optimizer_state"] == pytest.approx(8 * size, rel=0.01)
+
+
+def test_gradients_that_stay_and_are_cleared_in_place_are_gradients():
+    layer = torch.nn.Linear(1024, 1024, bias=False, device="meta")
+    data = torch.empty(1, 1024, device="meta")
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=False)
+        layer(data).sum().backward()
+
+    usage = peak_memory(capture(CapturedWorkload("layer", layer, step)))
+    size = 4 * 1024 * 1024
+    assert usage.breakdown["gradients"] >= size and usage.breakdown["optimizer_state"] == 0
+    assert usage.breakdown["parameters"] == pytest.approx(size, rel=0.01)
+
+
 def test_a_tensor_that_gets_other_memory_frees_its_own_unless_another_has_it():
     size = 1 << 20
     layer = torch.nn.Linear(1, 1, device="meta")
