@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,7 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "share_memory_", _shared(torch.Tensor.share_memory_)),
         (torch.Tensor, "_make_wrapper_subclass", _held_on_meta(torch.Tensor._make_wrapper_subclass)),
+        (torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(torch.nn.init._no_grad_trunc_normal_)),
         (torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)),
         (torch.Tensor, "__format__", _formatted),
         (torch.Tensor, "__repr__", _represented(torch.Tensor.__repr__)),
@@ -234,6 +236,21 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
         (torch, "device", NumberedDevice),
     ]
+
+
+def _drawn_once(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``draw`` of a truncated normal distribution without its repetition until every value is inside: values on
+    the GPU are not known, and a sharded tensor asks all ranks for them.
+    """
+
+    @wraps(draw)
+    def drawn(tensor: torch.Tensor, mean: float, std: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not tensor.is_cuda:
+            return draw(tensor, mean, std, *args, **kwargs)
+        with torch.no_grad():
+            return tensor.normal_(mean, std)
+
+    return drawn
 
 
 def _debug_patches() -> list[tuple[Any, str, Any]]:

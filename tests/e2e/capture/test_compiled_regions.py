@@ -418,6 +418,20 @@ def test_attention_that_a_program_forces(backends: list[SDPBackend], kernel: str
     assert all(each.causal and each.query_length == 128 and each.heads == 4 for each in found)
 
 
+def test_weights_of_a_truncated_distribution_are_drawn_once():
+    def run() -> None:
+        weight = torch.empty(64, 64, device="cuda")
+        torch.nn.init.trunc_normal_(weight, std=0.02)
+        torch.nn.init.trunc_normal_(weight, a=1.0, b=2.0)
+
+    def on_host() -> None:
+        assert (torch.nn.init.trunc_normal_(torch.empty(1000), a=1.0, b=2.0) >= 1).all()
+
+    drawn = [call.name for call in watched(run).calls if "normal" in call.name or "any" in call.name]
+    assert drawn == ["aten::normal_", "aten::normal_"]
+    assert watched(on_host).calls
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_program_that_orders_the_attention_kernels(in_order: bool):
     """GPUs of compute capability 8 do not prefer cuDNN of themselves."""
