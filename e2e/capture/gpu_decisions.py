@@ -356,19 +356,15 @@ def attention(
         if chosen == "math":
             return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         bias = _additive(attn_mask, query)
-        # PyTorch's own operators where they name the kernel: a checkpoint's policy tells them by their names.
-        keeps = _needs_gradients(query, key, value)
-        if chosen == "cudnn":
+        if chosen == "cudnn":  # PyTorch's own operator, which a checkpoint's policy tells by its name
+            keeps = _needs_gradients(query, key, value)
             return aten._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, keeps, dropout_p, is_causal, False, scale=scale
             )[0]
-        if chosen == "efficient":
-            key, value = _ungrouped(query, key, value) if enable_gqa else (key, value)
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
-            )[0]
+        # The operators of the other kernels stand for what PyTorch prefers on the GPU, perhaps another kernel.
         turned = (each.transpose(1, 2) for each in (query, key, value))
-        return attend(*turned, kernel="flash2", causal=is_causal, dropout=dropout_p, bias=bias).transpose(1, 2)
+        kernel = {"flash": "flash2"}.get(chosen, chosen)
+        return attend(*turned, kernel=kernel, causal=is_causal, dropout=dropout_p, bias=bias).transpose(1, 2)
     if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     by_cudnn = half and max(query.shape[-1], value.shape[-1]) <= CUDNN_HEAD_DIM and _prefers_cudnn()
@@ -380,7 +376,8 @@ def attention(
     if backend != "efficient" and (learned or not fitting):
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if grouped:
-        key, value = _ungrouped(query, key, value)
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = _additive(attn_mask, query)
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, _needs_gradients(query, key, value), dropout_p, is_causal, scale=scale
@@ -389,12 +386,6 @@ def attention(
 
 def _needs_gradients(*given: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-
-
-def _ungrouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values with as many heads as the queries."""
-    groups = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 _BACKENDS: dict[str, Callable[[], bool]] = {

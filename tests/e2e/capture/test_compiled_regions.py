@@ -448,17 +448,13 @@ def test_a_program_that_orders_the_attention_kernels(in_order: bool):
     assert found.kernel == ("cudnn" if in_order else "flash2")
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-def test_a_policy_keeps_the_attention_that_a_program_forces(backend: SDPBackend):
+def test_a_policy_keeps_the_attention_of_cudnn_that_a_program_forces():
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operator in (
-            torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-            torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        )
+        kept = operator is torch.ops.aten._scaled_dot_product_cudnn_attention.default
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
 
     def run() -> None:
