@@ -59,8 +59,7 @@ KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 _ALSO_CALLED = {"_c10d_functional": "c10d", "c10d_functional": "c10d"}
 # Weight of the family's mean, in samples, in the mean of an operator with few samples.
 _PRIOR_WEIGHT = 2.0
-# Samples of an operator required for its mean to count for the level of a host, and, in another job, for what it does
-# without a launch.
+# Samples of an operator required for its mean to count for the level of a host.
 _LEAST_SAMPLES = 3
 # Factor within which 80 % of the times of other jobs lie on a host known by some: of 17 programs on an H200, by the
 # overheads suite of its host.
@@ -161,8 +160,7 @@ class OverheadTable:
         if kind in ("T1", "T2") and is_multi_tensor(name):
             return prior
         own = self.means[kind].get(name) or self.means[kind].get(_other_form(name))
-        # What few calls computed on the host took by the size of their tensors, which another job does not share.
-        if own is None or (kind == "whole" and self.factor > 1.0 and own.count < _LEAST_SAMPLES):
+        if own is None:
             return prior
         return (own.count * self.without_profiler(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
 

@@ -130,18 +130,6 @@ def test_fewer_samples_lean_monotonically_to_the_family() -> None:
     assert 10 * US < priced[-1] < priced[0] < 30 * US
 
 
-def test_few_calls_that_computed_on_the_host_are_not_those_of_another_job() -> None:
-    # Two random tensors of a million numbers, say, at 1 ms each.
-    own = table(1000 * US, count=2)
-    other = replace(own, factor=SAME_HOST)
-    family = own.without_profiler(own.family("whole", "aten::add"))
-    assert other.seconds("whole", "aten::add") == pytest.approx(family)
-    assert own.seconds("whole", "aten::add") > 10 * family
-    assert other.seconds("T2", "aten::add") == own.seconds("T2", "aten::add")
-    often = replace(table(1000 * US, count=3), factor=SAME_HOST)
-    assert often.seconds("whole", "aten::add") > 10 * family
-
-
 def test_inflation_is_taken_out_by_records() -> None:
     inflation = Inflation(3 * US, 1.5 * US, "test")
     assert table(inflation=inflation).seconds("T1", "aten::add") == pytest.approx((10 - 3 - 2 * 1.5) * US, rel=0.02)
