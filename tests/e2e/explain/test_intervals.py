@@ -13,7 +13,7 @@ from e2e.explain.critical_path import CriticalPath, Segment, task_family
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.explain.predictor import Setting, predict_graph
 from e2e.price.pricing import GATHERING_SHARE
-from e2e.price.speed_band import CONVOLUTIONS, OF_CONVOLUTIONS, StepErrors
+from e2e.price.speed_band import CONVOLUTIONS, OF_CONVOLUTIONS, PROGRAMS, SpeedBand, StepErrors
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import Duration, Kernel
 from tests.e2e.drawn_graphs import Drawing, together
@@ -130,6 +130,14 @@ def test_steps_of_convolutions_are_known_less_well():
     low, high = Deviations({"Conv2d": 4.0}, {"Conv2d": 8.0}, {"Conv2d": 10.0}).around(10.0, StepErrors())
     part = math.expm1(CONVOLUTIONS) * 10
     assert high - 10 == pytest.approx(math.hypot(part, 8 * OF_CONVOLUTIONS)) and low > 10 - math.hypot(2.0, 4.0)
+
+
+def test_a_program_is_known_less_well_than_its_kernels():
+    learned = StepErrors(0.15, 0.0, ("Gemm",))
+    of_program = SpeedBand(0.1, learned).of_program().errors
+    for taken in ({"Gemm": 10.0}, {"Elementwise": 10.0}, {}):
+        plain, program = (errors.in_step(taken, 10.0) for errors in (learned, of_program))
+        assert program.residual == pytest.approx(math.hypot(plain.residual, PROGRAMS)) and program.kept == plain.kept
 
 
 def test_an_interval_is_never_narrower_for_knowing_less():

@@ -9,6 +9,8 @@ import pytest
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.commands.e2e_api import predict
+from e2e.price.speed_band import PROGRAMS
+from e2e.sources.requests import Program
 
 # An unchanged training program: host tensors with values, accumulation, evaluation, a logger that is not installed.
 TRAINING = """
@@ -98,6 +100,9 @@ def test_a_training_loop_is_predicted_by_its_steady_step(folder: Path) -> None:
     assert found.throughput.samples == 2 * 4
     assert any("step 3 of AdamW" in line and "equal to step 2" in line for line in found.notes)
     assert {"aten::embedding_dense_backward", "aten::mm"} <= set(found.breakdown["by_operator"])
+    asked = Program(command=("python", "train.py", "--batch-size", "4"), folder=folder, gpu="h100-sxm")
+    band = asked.with_defaults().prepare().band
+    assert band is not None and band.errors.whole == PROGRAMS
 
 
 def test_ranks_come_from_the_launcher(folder: Path) -> None:
