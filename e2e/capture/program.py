@@ -68,7 +68,7 @@ _end_process = os._exit
 MOST_STEPS = 8
 # Steps that differ by their data are drawn until there are this many, of at most so many operators each; of larger ones
 # as many as are compared. Ranks end with the same step, as nearly equal numbers of operators rarely lie on two sides.
-DRAWN = ((2_500, 24), (5_000, 16))
+MOST_DRAWN, MOST_DRAWN_CALLS = 24, 5_000
 # Steps on another stream than the default one before one of them is taken.
 MOST_WARMING = 24
 # Steps that make what later ones find, such as the optimizer's state.
@@ -322,7 +322,7 @@ class StepFinder:
     def _most_drawn(self) -> int:
         """Return the number of the last step that is drawn."""
         calls = max(len(each.calls) for each in islice(self.different.values(), MOST_STEPS - WARMING_STEPS))
-        return next((number for most, number in DRAWN if calls <= most), MOST_STEPS)
+        return MOST_DRAWN if calls <= MOST_DRAWN_CALLS else MOST_STEPS
 
     def _period(self) -> int:
         """Return after how many steps they begin anew; 0 if they do not."""
