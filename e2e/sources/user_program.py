@@ -63,7 +63,7 @@ def prepare(request: Program) -> PreparedStep:
     if launch.launcher and launch.gpus is None and not request.gpus:
         alone = (f"{launch.launcher} does not say on how many GPUs: {gpus} taken; give --gpus",)
     step = step_of_ranks(request, captured, lowering, cluster, taken=taken, notes=(*told, *apart, *alone))
-    return replace(step, rare=rare, loading=loading, band=None if step.band is None else step.band.of_program())
+    return replace(step, rare=rare, loading=loading)
 
 
 def _apart(

@@ -94,6 +94,9 @@ def step_of_ranks(
 ) -> PreparedStep:
     """Return the step of captured ranks, lowered with ``options`` and priced on ``cluster``."""
     traces, machine = captured.traces, cluster.machine
+    band = band_of(machine)
+    if band is not None and isinstance(request, Program):
+        band = band.of_program()
     fewer, more = None, _passes_left_out(captured)
     if more:
         once = replace(captured, traces=tuple(trace.without_pass() for trace in traces))
@@ -107,7 +110,7 @@ def step_of_ranks(
         [*lowered.warnings, *warnings, *assumptions(traces, selected=options.selected)],
         notes,
         speed_spread=request.speed_spread,
-        band=band_of(machine),
+        band=band,
         batch=_batch(captured.samples, captured.sequence_length, traces, cluster.gpus),
         taken={**taken, **placed_values(cluster)},
         traced={trace.rank: TracedRank(trace, options) for trace in traces},

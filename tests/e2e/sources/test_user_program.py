@@ -534,6 +534,7 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert not any("not run" in line for line in every.notes)
     for name in ("iteration_seconds", "forward_seconds", "gpu_active_seconds", "host_bound_fraction"):
         assert getattr(some, name) == pytest.approx(getattr(every, name), rel=0.005)
+    assert some.interval_seconds == pytest.approx(every.interval_seconds, rel=0.03)
     assert (some.kernels, some.operators) == (every.kernels, every.operators)
     assert some.throughput.samples == every.throughput.samples
     assert some.memory_breakdown == pytest.approx(every.memory_breakdown, rel=0.005)
