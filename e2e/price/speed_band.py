@@ -204,7 +204,7 @@ class SpeedBand:
 
     def on(self, chip: str) -> SpeedBand:
         """Return this band with the width on ``chip`` (:func:`chip_name`)."""
-        width = self.widths.get(chip.partition(" ")[0], self.width)
+        width = self.widths.get(architecture_of(chip), self.width)
         return self if width == self.width else replace(self, width=width)
 
     def of_program(self) -> SpeedBand:
@@ -241,6 +241,11 @@ def chip_name(machine: Machine) -> str:
     """Return a name of the chip, the same for all variants of memory and power."""
     chip = machine.chip()
     return f"{chip.architecture} of {chip.sm_count} multiprocessors"
+
+
+def architecture_of(chip: str) -> str:
+    """Return the architecture in a name by :func:`chip_name`."""
+    return chip.partition(" ")[0]
 
 
 @lru_cache(maxsize=4)

@@ -36,7 +36,14 @@ from costmodel.base.input_files import content_digest
 from costmodel.base.output_files import write_whole
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_file import load_machine
-from e2e.price.speed_band import RELEASE_SPREAD, SPEED_BAND, SpeedBand, StepErrors, band_record
+from e2e.price.speed_band import (
+    RELEASE_SPREAD,
+    SPEED_BAND,
+    SpeedBand,
+    StepErrors,
+    architecture_of,
+    band_record,
+)
 from lab.command_line import program, run
 from lab.data.data_folder import data_folder
 from lab.data.kernel_table import counted_only
@@ -62,7 +69,7 @@ def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
     if len(rows) < 2:
         return None
     weights = np.array([1.0 / rows[step.asked.row.family] for step in taught])
-    architectures = [step.predicted.chip.partition(" ")[0] for step in taught]
+    architectures = [architecture_of(step.predicted.chip) for step in taught]
     widths = {}
     for name in sorted(set(architectures)):
         own = [place for place, each in enumerate(architectures) if each == name]
