@@ -363,9 +363,9 @@ class StepFinder:
         if not count:
             return ()
         return (
-            f"{count} of {len(last)} convolutions and gradients in step {max(self.different)} have shapes that no step "
-            f"before had: cuDNN looks for their kernels first, 1.5 ms each where it was measured (an H200), which "
-            f"is not in the step; shapes that come again are known",
+            f"{count} of {len(last)} convolutions and gradients in step {max(self.different)} have inputs of a shape "
+            "that no earlier step had: cuDNN looks for their kernels first, with or without cudnn.benchmark (1.5 ms "
+            "each on an H200); the predicted time is that of shapes which were seen before",
         )
 
     def _finish(self, step: RecordedStep, number: int, told: str) -> None:

@@ -293,8 +293,9 @@ def level_of(host: OverheadTable, other: OverheadTable) -> float:
 
 
 def of_other_jobs(table: OverheadTable) -> OverheadTable:
-    """Return ``table``, of a host known by other jobs than the predicted one, with its level and :data:`SAME_HOST`, but
-    without operators that compute on tensors of the host, whose time is that of those jobs' data.
+    """Return ``table``, measured with other jobs than the predicted one, for use with that: with the speed of its host
+    (``level``), the factor within which its times hold (:data:`SAME_HOST`), and without the times of operators that
+    compute on CPU tensors, which depend on the data of those jobs.
     """
     whole = {
         name: mean

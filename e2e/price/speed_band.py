@@ -128,9 +128,9 @@ _CONVOLUTIONS = ("Conv2d", "ConvolutionBackward")
 # The fraction of the errors of convolutions that remains beside it: layers of a network err each by itself.
 OF_CONVOLUTIONS = 0.3
 _ANY_PRODUCTS = ("Gemm", "Attention", "ScaledGemm", "GroupedGemm")
-# The same of a program run as it is, whatever its kernels: what its published speed holds besides its operators (data,
-# software of its day, its machine). Without it 61 % of the first answers to 111 published figures were inside, 73 % are
-# with it (docs/programs.md).
+# The same of a program that is run unmodified, whatever its kernels: its measured speed contains more than operators
+# (loading of data, older software, its machine). Of 111 published figures, predicted before anything was mended for
+# them, 61 % were inside their 80 % intervals without it; 73 % are with it (docs/programs.md).
 PROGRAMS = 0.20
 
 
