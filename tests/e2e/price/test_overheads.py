@@ -296,6 +296,19 @@ def test_a_profile_is_shortened_to_the_step_without_the_profiler(tmp_path: Path)
         load_overheads(path)
 
 
+def test_python_of_a_measured_program_is_no_gap_of_its_operators(tmp_path: Path) -> None:
+    profile = Profile()
+    for step in range(4):
+        profile.host("user_annotation", f"ProfilerStep#{step}", 1000.0 * step, 1000)
+        profile.operator("aten::add", 1000.0 * step + 10, 40)
+        profile.launch(1000.0 * step + 20, 10, 1000.0 * step + 32, 2)
+        profile.operator("aten::detach", 1000.0 * step + 450, 3)  # 400 after the addition
+    path = profile.write(tmp_path / "program.json")
+    (tmp_path / "programs.csv").write_text(f"trace,median_s\n{path.name},1e-03\n")
+    gap = measured_host(tmp_path).means["T1"]["aten::detach"].seconds
+    assert gap == pytest.approx(20 * US, rel=0.05)
+
+
 def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording() -> None:
     rows = {("T1", "aten::_foreach_mul_"): 784 * US, ("T2", "aten::_foreach_mul_"): 78 * US}
     base = {(kind, "aten::add"): 10 * US for kind in KINDS} | {("T3", "aten::_foreach_mul_"): 8 * US}
