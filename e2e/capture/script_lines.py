@@ -102,8 +102,11 @@ def script_file(file: str) -> str:
 
 
 def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return ``FILE:LINE`` of the innermost of ``frames`` that is the user's own code, in no library; empty if none."""
-    for frame in reversed(list(frames)):
-        if script_file(frame.filename) and library_folder(frame.filename) is None:
+    """Return ``FILE:LINE`` of the innermost of ``frames`` that is the user's own code, else of the innermost one of a
+    library, as for programs that are modules of packages; empty if there is neither.
+    """
+    named = [each for each in reversed(list(frames)) if script_file(each.filename)]
+    for frame in named:
+        if library_folder(frame.filename) is None:
             return f"{frame.filename}:{frame.lineno}"
-    return ""
+    return f"{script_file(named[0].filename)}:{named[0].lineno}" if named else ""

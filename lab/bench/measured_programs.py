@@ -3,6 +3,8 @@
     python -m lab.bench.measured_programs fetch --to FOLDER
     python -m lab.bench.measured_programs run FOLDER -o OUT [--minutes 5] [--resume] [--device cpu]
     python -m lab.bench.measured_programs compare OUT/programs.csv FOLDER --gpu h200-sxm
+    python -m lab.bench.measured_programs fetch --list lab/bench/public_programs.yaml --to FOLDER
+    python -m lab.bench.measured_programs table FOLDER
 
 ``programs.yaml`` lists them, the most telling first. ``fetch`` needs the Python package index; its folder (14 MB) is
 carried to the GPU, where ``run`` makes up the data and needs no network. A program runs as ``__main__`` in a process of
@@ -50,7 +52,7 @@ from costmodel.measure.device import open_device, provenance, synchronize
 from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
 from lab.command_line import run
 
-LIST = Path(__file__).with_name("programs.yaml")
+LIST, TRIED = (Path(__file__).with_name(f"{name}.yaml") for name in ("programs", "public_programs"))
 PACKAGES, DATA, OUT = "packages", "data", "out"  # beside the folders of the programs
 
 
@@ -69,13 +71,23 @@ class Program:
     module: str = ""
     text: str = ""
     arguments: str = ""
+    more: str = ""
+    launcher: str = "python"
+    gpu: str = ""
+    gpus: int = 0
     compiled: bool = False
     predicted: Mapping[str, Any] | None = None
 
+    @property
+    def launched(self) -> list[str]:
+        """Words of the launcher."""
+        return shlex.split(self.launcher)
+
     def command(self, device: str) -> list[str]:
-        """Return what stands after ``python``."""
-        start = ["-m", self.module] if self.module else [Path(self.members[0]).name if self.members else "program.py"]
-        return start + [device if each == "cuda" else each for each in shlex.split(self.arguments)]
+        """Return what stands after ``python``, or after the launcher."""
+        start = ["-m", self.module] if self.module else [Path(each).name for each in self.members[:1]]
+        start = start or ["program.py"] * bool(self.text)
+        return start + [device if each == "cuda" else each for each in shlex.split(f"{self.arguments} {self.more}")]
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,7 @@ def make_data(folder: Path) -> None:
     if (folder / DATA).exists():
         return
     import numpy
+    import tokenizers
     from PIL import Image
 
     random, place = numpy.random.default_rng(0), folder / f"{DATA}.part"
@@ -173,6 +186,9 @@ def make_data(folder: Path) -> None:
         (place / part).mkdir()
     for number in range(4096):
         Image.fromarray(pixels(64, 64, 3)).save(place / "images" / f"{number}.jpg")
+    (place / "words").mkdir()
+    words = {**{f"{number:04}": number for number in range(2_000)}, "<unk>": 2_000, "<s>": 2_001, "</s>": 2_002}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>")).save(str(place / "words" / "tokenizer.json"))
     letters = numpy.array([*"abcdefghijklmnopqrstuvwxyz"])
     for language in range(18):
         names = ["".join(random.choice(letters, random.integers(8, 15))) + "\n" for _ in range(1000)]
@@ -413,20 +429,53 @@ def _judged(said: Mapping[str, Any] | str, measured: float, errors: list[tuple[f
 
 def predict(program: Program, folder: Path, gpu: str) -> dict[str, float] | str:
     """Return the prediction of a program as it is, or the line that there is instead."""
-    _empty(folder / OUT)
-    command = [*("-m", "e2e", "predict", "--gpu", gpu, "--json", "--data", "synthetic"), "--", "python"]
-    paths = f"{Path(__file__).parents[2]}{os.pathsep}{(folder / PACKAGES).resolve()}"
-    inherited = os.environ.get("PYTHONPATH", "")
-    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{inherited}"}
-    line = [sys.executable, *command, *program.command("cuda")]
-    done = subprocess.run(line, cwd=folder / program.name, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return _last_line(done.stderr)
-    answer = json.loads(done.stdout)
+    answer = ask(program, folder, gpu)
+    if isinstance(answer, str):
+        return answer
     low, high = answer["interval_seconds"]
     times = {"ms": 1e3 * answer["iteration_seconds"], "low": 1e3 * low, "high": 1e3 * high}
     reserve = answer["memory_breakdown"].get("reserve", 0)  # which `max_memory_allocated` does not count
     return times | {"gib": (answer["peak_memory_bytes"] - reserve) / 2**30}
+
+
+def ask(program: Program, folder: Path, gpu: str) -> dict[str, Any] | str:
+    """Return the JSON answer of ``python -m e2e predict`` for a program, or the line that there is instead."""
+    _empty(folder / OUT)
+    count = ["--gpus", str(program.gpus)] if program.gpus else []
+    options = ["-m", "e2e", "predict", "--gpu", gpu, *count, "--json", "--data", "synthetic", "--"]
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{(folder / PACKAGES).resolve()}"
+    inherited = os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{inherited}"}
+    line = [sys.executable, *options, *program.launched, *program.command("cuda")]
+    done = subprocess.run(line, cwd=folder / program.name, env=environment, capture_output=True, text=True, check=False)
+    return _last_line(done.stderr) if done.returncode else dict(json.loads(done.stdout))
+
+
+def tried(listed: ProgramList, folder: Path, only: str) -> Iterator[str]:
+    """Yield a Markdown table of what each program whose name contains ``only`` is answered: its step or a line, the
+    seconds of the whole command, and what was made up.
+    """
+    make_data(folder)
+    yield "| program | command | GPUs | answer | seconds | notes |"
+    yield "|---|---|---|---|---|---|"
+    answered = 0
+    asked = [each for each in listed.programs if only in each.name]
+    for program in asked:
+        begin = time.monotonic()
+        answer = ask(program, folder, program.gpu)
+        seconds = f"{time.monotonic() - begin:.0f}"
+        command = " ".join([*program.launched, *map(shlex.quote, program.command("cuda"))])
+        if isinstance(answer, str):
+            gpus, told, notes = program.gpu, answer, ""
+        else:
+            low, high = (1e3 * each for each in answer["interval_seconds"])
+            gpus = f"{answer['gpus']} {program.gpu}"
+            told = f"{1e3 * answer['iteration_seconds']:.4g} ms ({low:.4g} to {high:.4g})"
+            notes = "; ".join(answer["notes"])
+            answered += 1
+        cells = (each.replace("|", "/") for each in (program.name, command, gpus, told, seconds, notes))
+        yield f"| {' | '.join(cells)} |"
+    yield f"{len(asked)} programs: {answered} answered, {len(asked) - answered} with a line instead"
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -489,6 +538,18 @@ def compare_command(
 ) -> None:
     """Predict each measured program as it is, and print both."""
     for line in compare(table, read_list(listing), folder, gpu):
+        print(line, flush=True)
+
+
+@app.command("table")
+@guarded()
+def table_command(
+    folder: _Folder,
+    only: Annotated[str, typer.Option(help="Programs whose names contain this.")] = "",
+    listing: _List = TRIED,
+) -> None:
+    """Predict each program as it is, and print answers, lines, seconds and what was made up."""
+    for line in tried(read_list(listing), folder, only):
         print(line, flush=True)
 
 

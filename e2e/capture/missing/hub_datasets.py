@@ -230,7 +230,8 @@ def _loading(module: Any, made_up: bool, note: Note) -> Iterator[tuple[Any, str,
         try:
             return load(path, name, *args, **kwargs)
         except (OSError, ValueError, RuntimeError) as error:  # all that a missing one may be
-            return _stand_in(str(path), name, kwargs, made_up, note, error)
+            reason = error
+        return _stand_in(str(path), name, kwargs, made_up, note, reason)  # its own errors are not of a missing network
 
     yield module, "load_dataset", load_dataset
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -83,6 +84,7 @@ def load_dataset(path, name=None, **options):
 
 TUNING = """
 import sys
+import traceback
 
 import torch
 from datasets import load_dataset
@@ -571,6 +573,30 @@ def test_a_failure_for_want_of_a_network_is_told_as_that(tmp_path: Path) -> None
     except RuntimeError as error:
         assert "needs the network (data set 'coco8'" in str(told_missing(error, (), Hub(tmp_path)))
     assert told_missing(TimeoutError("no worker answered"), (), Hub(tmp_path)) is None
+
+
+def test_rows_that_a_library_refuses_are_no_want_of_a_network(folder: Path) -> None:
+    (folder / "refused.py").write_text(
+        """
+import datasets
+def refused(*args, **kwargs):
+    raise TypeError("no such feature in this version")
+datasets.Dataset.from_dict = refused
+datasets.load_dataset("glue", "sst2", split="train")
+""",
+        encoding="utf-8",
+    )
+    with pytest.raises(ModelError, match=r"refused.py:4.*the script failed with TypeError: no such feature"):
+        predict(command=("python", "refused.py"), folder=folder, gpu="h100-sxm", data="synthetic")
+
+
+def test_a_file_that_a_program_of_a_package_looks_for_is_told_with_its_line(tmp_path: Path) -> None:
+    frames = [traceback.FrameSummary(f"/opt/site-packages/titan/{each}.py", 7, "load") for each in ("train", "words")]
+    told = told_missing(FileNotFoundError("no tokenizer in assets"), frames, Hub(tmp_path))
+    assert str(told).startswith("titan/words.py:7: no tokenizer in assets; ")
+    frames.insert(1, traceback.FrameSummary(str(tmp_path / "mine.py"), 3, "main"))
+    told = told_missing(FileNotFoundError("no tokenizer in assets"), frames, Hub(tmp_path))
+    assert str(told).startswith(f"{tmp_path / 'mine.py'}:3: no tokenizer in assets; ")
 
 
 def test_a_library_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,18 @@ pytest.importorskip("torch")
 
 from costmodel.base.errors import InputError
 from lab.bench import measured_programs
-from lab.bench.measured_programs import COLUMNS, SEGMENTS, Program, compare, fetch, read_list, source_of
+from lab.bench.measured_programs import (
+    COLUMNS,
+    LIST,
+    SEGMENTS,
+    TRIED,
+    Program,
+    compare,
+    fetch,
+    read_list,
+    source_of,
+    tried,
+)
 
 TRAINS = """
 import sys
@@ -33,7 +44,7 @@ while True:
     for each in optimizers:
         each.step()
 """
-LIST = {
+TIMED = {
     "programs": [
         {"name": "stops", "about": "", "text": "raise SystemError('no such dataset')\n"},
         {"name": "trains", "about": "", "text": TRAINS, "arguments": "--device cuda"},
@@ -43,7 +54,7 @@ LIST = {
 
 def test_programs_are_timed_on_the_cpu_and_resumed(tmp_path: Path) -> None:
     listing, folder, output = tmp_path / "list.yaml", tmp_path / "programs", tmp_path / "out"
-    listing.write_text(yaml.safe_dump(LIST), encoding="utf-8")
+    listing.write_text(yaml.safe_dump(TIMED), encoding="utf-8")
     fetch(read_list(listing), folder, lambda line: None)
     (folder / "data").mkdir()  # none is made up
     command = [*("-m", "lab.bench.measured_programs", "run"), str(folder), "-o", str(output), "--device", "cpu"]
@@ -110,12 +121,45 @@ def test_measured_against_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert summary == "2 programs: 30.0% mean error, 1 inside"
 
 
-def test_the_list_names_what_can_be_fetched() -> None:
-    listed = read_list()
+SHARED = """
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("nccl")
+model = DistributedDataParallel(torch.nn.Linear(4, 4).cuda(), device_ids=[int(os.environ["LOCAL_RANK"])])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(2, 4).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_programs_are_tried_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = tmp_path / "list.yaml"
+    named = [
+        {"name": "shares", "text": SHARED, "launcher": "torchrun --nproc-per-node 2", "gpu": "l40s"},
+        {"name": "asks", "text": "open('words|more.txt')\n", "gpu": "l40s"},
+        {"name": "other", "text": "raise SystemError\n", "gpu": "l40s"},
+    ]
+    listing.write_text(yaml.safe_dump({"programs": [{"about": "", **each} for each in named]}), encoding="utf-8")
+    fetch(read_list(listing), tmp_path, lambda line: None)
+    monkeypatch.setattr(measured_programs, "make_data", lambda folder: None)
+    header, _, *rows, summary = tried(read_list(listing), tmp_path, "s")
+    shares, asks = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
+    assert shares[1:3] == ["torchrun --nproc-per-node 2 program.py", "2 l40s"] and " ms (" in shares[3]
+    assert "step 3 of SGD" in shares[5]
+    assert asks[3].startswith("error: program.py:1: opens words/more.txt, which is not here")
+    assert {row.count("|") for row in rows} == {header.count("|")}
+    assert summary == "2 programs: 1 answered, 1 with a line instead"
+
+
+@pytest.mark.parametrize("listing", [LIST, TRIED], ids=lambda path: path.stem)
+def test_the_lists_name_what_can_be_fetched(listing: Path) -> None:
+    listed = read_list(listing)
     names = [each.name for each in listed.programs]
     assert len(names) >= 15 and len(set(names)) == len(names)
     for each in listed.programs:
-        assert bool(each.members) + bool(each.module) + bool(each.text) == 1
-        assert each.licence or each.text
+        assert bool(each.members) + bool(each.module) + bool(each.text) + (each.launcher[:5] in ("tune ", "yolo ")) == 1
+        assert bool(each.gpu) == (listing == TRIED)
         assert each.predicted is None or each.predicted["low"] <= each.predicted["ms"] <= each.predicted["high"]
-        assert len(each.text.splitlines()) < 16 and each.command("cuda")
+        assert len(each.text.splitlines()) < 32 and each.launched
