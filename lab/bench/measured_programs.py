@@ -188,7 +188,9 @@ def make_data(folder: Path) -> None:
         Image.fromarray(pixels(64, 64, 3)).save(place / "images" / f"{number}.jpg")
     (place / "words").mkdir()
     words = {**{f"{number:04}": number for number in range(2_000)}, "<unk>": 2_000, "<s>": 2_001, "</s>": 2_002}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>")).save(str(place / "words" / "tokenizer.json"))
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    split.save(str(place / "words" / "tokenizer.json"))
     letters = numpy.array([*"abcdefghijklmnopqrstuvwxyz"])
     for language in range(18):
         names = ["".join(random.choice(letters, random.integers(8, 15))) + "\n" for _ in range(1000)]
