@@ -190,7 +190,10 @@ def make_data(folder: Path) -> None:
     words = {**{f"{number:04}": number for number in range(2_000)}, "<unk>": 2_000, "<s>": 2_001, "</s>": 2_002}
     split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
     split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    split.add_special_tokens(["<s>", "</s>"])
     split.save(str(place / "words" / "tokenizer.json"))
+    marks = {"bos_token": "<s>", "eos_token": "</s>"}
+    (place / "words" / "tokenizer_config.json").write_text(json.dumps(marks), encoding="utf-8")
     letters = numpy.array([*"abcdefghijklmnopqrstuvwxyz"])
     for language in range(18):
         names = ["".join(random.choice(letters, random.integers(8, 15))) + "\n" for _ in range(1000)]
