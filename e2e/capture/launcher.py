@@ -132,7 +132,8 @@ def _parsed(words: list[str], folder: Path) -> Launch:
     if script is not None:
         return Launch(script, tuple(rest))
     raise InputError(
-        f"{words[0]}: not a known launcher; start the command with python, {', '.join(_LAUNCHERS)} or a .py file"
+        f"{words[0]}: neither a known launcher nor a Python command on PATH; start the command with python, "
+        f"{', '.join(_LAUNCHERS)}, a .py file or such a command"
     )
 
 

@@ -318,8 +318,8 @@ def _empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["ended without a word"])[-1][:160]
+def _last_line(text: str, most: int = 160) -> str:
+    return (text.strip().splitlines() or ["ended without a word"])[-1][:most]
 
 
 def _run_as_main(folder: Path, output: Path, device: str, writing: int) -> None:
@@ -450,10 +450,11 @@ def ask(program: Program, folder: Path, gpu: str) -> dict[str, Any] | str:
     options = ["-m", "e2e", "predict", "--gpu", gpu, *count, "--json", "--data", "synthetic", "--"]
     paths = f"{Path(__file__).parents[2]}{os.pathsep}{(folder / PACKAGES).resolve()}"
     inherited = os.environ.get("PYTHONPATH", "")
-    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{inherited}"}
+    commands = f"{(folder / PACKAGES / 'bin').resolve()}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": f"{paths}{os.pathsep}{inherited}", "PATH": commands}
     line = [sys.executable, *options, *program.launched, *program.command("cuda")]
     done = subprocess.run(line, cwd=folder / program.name, env=environment, capture_output=True, text=True, check=False)
-    return _last_line(done.stderr) if done.returncode else dict(json.loads(done.stdout))
+    return _last_line(done.stderr, 400) if done.returncode else dict(json.loads(done.stdout))
 
 
 def tried(listed: ProgramList, folder: Path, only: str) -> Iterator[str]:

@@ -61,7 +61,7 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"{place}writes a file of more than {MOST_WRITTEN >> 30} GiB; let it write less"
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return None
     file = error.filename
     if file is None:  # a library has looked for it

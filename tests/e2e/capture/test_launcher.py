@@ -82,7 +82,7 @@ def test_ranks_of_slurm_and_of_open_mpi_are_told_by_their_own_variables(folder: 
         ("python -m", "name a module"),
         ("python missing.py", "missing.py: no such program"),
         ("bash other.sh", "no such shell script"),
-        ("julia train.jl", "julia: not a known launcher"),
+        ("julia train.jl", "julia: neither a known launcher"),
         ("nohup julia train.jl", "names no program"),
         ("bash train.sh 8", r"train.sh is a shell script.*: torchrun --nproc_per_node=\$1 train.py --lr 1$"),
         ("./train.sh", r"train.sh is a shell script"),
@@ -137,5 +137,5 @@ def test_installed_commands_that_are_python_programs(folder: Path, monkeypatch: 
     monkeypatch.setenv("PATH", "")  # beside the interpreter, as in an environment that was not entered
     monkeypatch.setattr("sys.executable", str(folder / "python"))
     assert parse_command(["trainer"], folder).program == str(folder / "trainer")
-    with pytest.raises(InputError, match="tool: not a known launcher"):
+    with pytest.raises(InputError, match="tool: neither a known launcher"):
         parse_command(["tool"], folder)

@@ -595,7 +595,7 @@ def test_a_file_that_a_program_of_a_package_looks_for_is_told_with_its_line(tmp_
     told = told_missing(FileNotFoundError("no tokenizer in assets"), frames, Hub(tmp_path))
     assert str(told).startswith("titan/words.py:7: no tokenizer in assets; ")
     frames.insert(1, traceback.FrameSummary(str(tmp_path / "mine.py"), 3, "main"))
-    told = told_missing(FileNotFoundError("no tokenizer in assets"), frames, Hub(tmp_path))
+    told = told_missing(NotADirectoryError("no tokenizer in assets"), frames, Hub(tmp_path))
     assert str(told).startswith(f"{tmp_path / 'mine.py'}:3: no tokenizer in assets; ")
 
 
