@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -524,6 +524,11 @@ class Recorder(TorchDispatchMode):
         row["inputs"] = self.convert.values(inputs)
         row["attributes"] = self._with_stream({**attributes, **self._memory_changes()})
         row["outputs"] = self.convert.values(outputs)
+
+    def allocated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that no recorded operator has allocated the memory of ``tensors``."""
+        for tensor in tensors if self.enabled else ():
+            self.convert.identities.adopt(tensor)
 
     def note_numbers(self, count: int) -> None:
         """Note that the last call took ``count`` numbers from a list of the script, one by one."""
