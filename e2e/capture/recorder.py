@@ -552,7 +552,7 @@ class Recorder(TorchDispatchMode):
     def _called(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.called += 1
         if self.called > MOST_CALLED:
-            raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
+            raise EndlessStepError(f"has called {MOST_CALLED:,} operators")
         if types:
             if any(is_wrapper(kind) for kind in types):
                 return NotImplemented  # the subclass calls the operators that do the work
@@ -746,7 +746,7 @@ class Recorder(TorchDispatchMode):
                     f"a step has more than {MOST_CALLS:,} operators, in {len(self.passes)} passes so far; let it "
                     "accumulate fewer: each of them takes as long"
                 )
-            raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
+            raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step")
         return row
 
     def _module(self) -> str:
