@@ -46,15 +46,18 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self._names:
             return None
-        self._names.discard(name)
-        # Others of this class may wait for the same module.
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        self._names.discard(name)  # while others are asked, who may wait for the same module
+        try:
+            others = (finder for finder in sys.meta_path if finder is not self)
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        finally:
+            self._names.add(name)  # a program may only look whether it is there
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def run(module: ModuleType) -> None:
+            self._names.discard(name)
             execute(module)
             self._change(module)
 

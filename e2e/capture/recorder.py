@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -525,6 +525,11 @@ class Recorder(TorchDispatchMode):
         row["attributes"] = self._with_stream({**attributes, **self._memory_changes()})
         row["outputs"] = self.convert.values(outputs)
 
+    def allocated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that no recorded operator has allocated the memory of ``tensors``."""
+        for tensor in tensors if self.enabled else ():
+            self.convert.identities.adopt(tensor)
+
     def note_numbers(self, count: int) -> None:
         """Note that the last call took ``count`` numbers from a list of the script, one by one."""
         if self.enabled and self._rows and self._rows[-1]["name"] == "aten::lift_fresh":
@@ -547,7 +552,7 @@ class Recorder(TorchDispatchMode):
     def _called(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.called += 1
         if self.called > MOST_CALLED:
-            raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
+            raise EndlessStepError(f"has called {MOST_CALLED:,} operators")
         if types:
             if any(is_wrapper(kind) for kind in types):
                 return NotImplemented  # the subclass calls the operators that do the work
@@ -741,7 +746,7 @@ class Recorder(TorchDispatchMode):
                     f"a step has more than {MOST_CALLS:,} operators, in {len(self.passes)} passes so far; let it "
                     "accumulate fewer: each of them takes as long"
                 )
-            raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
+            raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step")
         return row
 
     def _module(self) -> str:

@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture import imports
 from e2e.capture.cuda_packages.image_filters import EXTENSIONS
 from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.script_lines import library_folder
@@ -59,7 +60,7 @@ _RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
 # Stand-ins whose other modules and names are there too, and do nothing.
 _ANYTHING = ("triton",)
 ASKED_BY_LIBRARIES = (
-    *("flash_attn", "flash_attn_interface", "transformer_engine", "triton"),
+    *("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "triton"),
     "fused_weight_gradient_mlp_cuda",
 )
 # Libraries that import such packages to see whether they are there, and do without them if not.
@@ -266,7 +267,8 @@ class _Metadata(importlib.metadata.Distribution):
         return Path(path)
 
 
-_OWN_FOLDER = str(Path(__file__).parent)
+# Where imports pass through on their way from who asks.
+_ON_THE_WAY = ("<", str(Path(__file__).parent), str(imports.__file__))
 
 
 def _asking_library() -> str:
@@ -274,7 +276,7 @@ def _asking_library() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith("<") and not file.startswith(_OWN_FOLDER) and "importlib" not in file:
+        if not file.startswith(_ON_THE_WAY) and "importlib" not in file:
             folder = library_folder(file)
             if folder is not None:
                 return Path(file).relative_to(folder).parts[0]
@@ -415,7 +417,7 @@ def _imported(error: ImportError) -> str:
 
 
 def _is_code(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(("<", _OWN_FOLDER)) and "importlib" not in frame.filename
+    return not frame.filename.startswith(_ON_THE_WAY) and "importlib" not in frame.filename
 
 
 def refuse(what: str) -> Any:

@@ -225,6 +225,7 @@ class Communication:
             result, inputs = source, (source,)
         else:
             result = func(*args, **kwargs)
+            self._recorder.allocated(_tensors(result))
             inputs = (result, source)
             if short == "all_to_all_single":
                 _exchange_known(result, source)
@@ -242,6 +243,7 @@ class Communication:
         with self._recorder:
             pieces = torch.cat([piece.contiguous() for piece in tensor.chunk(size, shard_dim)])
         received = torch.empty_like(pieces)
+        self._recorder.allocated([received])
         attributes = {"process_group": self.groups.name(group), "async_op": False}
         self._record(EAGER_CALLS["all_to_all"], (received, pieces), (received,), attributes)
         with self._recorder:

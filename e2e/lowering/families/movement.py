@@ -108,6 +108,15 @@ def _split_copies(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [rearrangement("split", part, name=call.name) for part in gpu_outputs(call)]
 
 
+def _block_diagonal(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``block_diag``: zeros, then a copy of each block (aten/src/ATen/native/TensorShape.cpp)."""
+    blocks = [each for each in gpu_inputs(call) if numel(each)]
+    return [
+        *(fill(output) for output in gpu_outputs(call)),
+        *(elementwise(context, "copy", each, [each], name=call.name) for each in blocks),
+    ]
+
+
 def _select(kind: str) -> Lowering:
     """Return the lowering of ``index_select``, ``gather``, ``take`` or ``index``: as many elements as the output
     has.
@@ -246,6 +255,7 @@ TABLE: dict[str, Lowering] = {
     "aten::_local_scalar_dense": _read_scalar,
     "aten::cat": _concatenate,
     "aten::stack": _concatenate,
+    "aten::block_diag": _block_diagonal,
     "aten::split_with_sizes_copy": _split_copies,
     "aten::split_copy": _split_copies,
     "aten::index_select": _select("gather"),

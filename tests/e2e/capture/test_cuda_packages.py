@@ -92,6 +92,28 @@ def test_a_library_that_only_looks_for_a_package_leaves_no_note(told: list[str],
     assert weight.shape and told[1].startswith("bitsandbytes is not installed")
 
 
+def test_a_library_that_looks_for_a_package_finds_what_it_can_import(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "site-packages").mkdir()
+    code = "from importlib.util import find_spec\n\ndef there(name):\n    return find_spec(name) is not None\n"
+    (tmp_path / "site-packages" / "looks.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    with patched_imports({"apex": lambda module: ()}):
+        assert not import_module("looks").there("apex") and find_spec("apex") is not None
+    assert import_module("looks").there("xformers") and not told  # diffusers: for who asks for its attention
+    del sys.modules["looks"]
+
+
+def test_a_module_that_was_looked_for_is_patched_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "looked_for.py").write_text("value = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with patched_imports({"looked_for": lambda module: [(module, "value", 2)]}):
+        assert find_spec("looked_for") is not None
+        assert import_module("looked_for").value == 2
+    del sys.modules["looked_for"]
+
+
 def test_a_checkout_of_megatron_looks_for_packages_as_the_installed_one(
     told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -233,6 +233,31 @@ def test_the_user_of_a_functional_collective_waits_for_it():
     assert rank.tasks[used.task].name == "aten::add" and wait.stream == 0
 
 
+GATHERS = """
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_single
+
+def make_step():
+    dist.init_process_group("nccl")
+    layer, data = torch.nn.Linear(1024, 1024, bias=False).cuda(), torch.randn(1024, 1024, device="cuda")
+
+    def step():
+        for _ in range(4):
+            layer(all_gather_single(data, 0, dist.group.WORLD)).sum().backward()
+
+    return layer, step
+"""
+
+
+def test_what_a_functional_collective_returns_is_held_while_it_is_used(tmp_path: Path):
+    (tmp_path / "gathers.py").write_text(GATHERS, encoding="utf-8")
+    memory = lowered(f"{tmp_path / 'gathers.py'}:make_step", 8).memory[0]
+    matrix = 1024 * 1024 * FLOAT
+    assert memory.breakdown["parameters"] == 2 * matrix  # the weight and the rows of this rank
+    assert memory.peak_bytes < 8 * 4 * matrix
+
+
 # --- pipelines --------------------------------------------------------------------------------------------
 
 

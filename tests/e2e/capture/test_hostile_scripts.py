@@ -48,6 +48,12 @@ def test_what_does_not_end_is_stopped_wherever_it_is(where: str, tmp_path: Path,
         captured(tmp_path, ENDLESS[where])
 
 
+def test_a_step_of_too_many_operators_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("e2e.capture.recorder.MOST_CALLS", 2)
+    with pytest.raises(ModelError, match="the script has called 2 operators in a step and has not ended: a loop that"):
+        captured(tmp_path, made("layer(data).relu().sum().backward()"))
+
+
 ENDS = {
     "BaseException": ("class Odd(BaseException): pass\nraise Odd('no')\n", "the script failed with Odd: no"),
     "os._exit": ("os._exit(0)\n", r"the script ended the program \(sys.exit, os._exit or argparse\)"),

@@ -273,6 +273,10 @@ def test_data_movement():
     assert records("aten::cat", ((half, t(4, 6)), 1), (out(4, 8),)) == [
         Rearrangement("strided_concat", 32, 2, inputs=2)
     ]
+    blocks = (t(2, 2), t(3, 3, number=1))
+    assert records("aten::block_diag", (blocks,), (out(5, 5),)) == [
+        Elementwise("fill", 25, 0, 1, 0, "float32"), *(Elementwise("copy", size, 1, 1) for size in (4, 9))
+    ]  # fmt: skip
     index = t(5, dtype="int64")
     assert records("aten::index_select", (t(9, 8), 0, index), (out(5, 8),)) == [Rearrangement("gather", 40, 8)]
     assert records("aten::gather", (t(9, 8), 1, t(9, 2, dtype="int64")), (out(9, 2),)) == [Rearrangement("gather", 18)]
