@@ -26,6 +26,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -509,7 +510,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
-        job.mailbox.pause = partial(_is_waiting, recorder, os.getppid())
+        job.mailbox.pause = partial(_is_waiting, recorder)
 
         def start(inner: Launch, count: int) -> None:
             try:
@@ -528,21 +529,19 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
 
 def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:
     """Tell the process that started this one that its rank waits, and return all objects sent when it answers."""
-    asked, parcels, parent = scratch / "waiting", scratch / "parcels", os.getppid()
+    asked, parcels = scratch / "waiting", scratch / "parcels"
     (scratch / "unfinished").write_bytes(pickle.dumps(WaitingRank(wait, mailbox)))
     (scratch / "unfinished").replace(asked)
     while not parcels.exists():
-        _is_waiting(recorder, parent)
+        _is_waiting(recorder)
         time.sleep(PAUSE_SECONDS)
     sent = pickle.loads(parcels.read_bytes())
     parcels.unlink()
     return sent
 
 
-def _is_waiting(recorder: Recorder, parent: int) -> None:
-    """Note that the rank is not stuck, but waits for another one; end it if the process that started it has ended."""
-    if os.getppid() != parent:
-        _end_process(1)
+def _is_waiting(recorder: Recorder) -> None:
+    """Note that the rank is not stuck, but waits for another one."""
     recorder.called += 1
 
 
@@ -592,11 +591,22 @@ def end_started(process: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+def _end_after(parent: int) -> None:
+    """End this process, and those that it has started, when ``parent``, which started it, has ended without ending it:
+    by SIGKILL, or by a signal while it started it.
+    """
+    while os.getppid() == parent:
+        time.sleep(PAUSE_SECONDS)
+    end_started(os.getpid())
+    _end_process(1)
+
+
 def main(job_file: str, answer_file: str) -> None:
     """Run the job in ``job_file``; the step, or the error, is written to ``answer_file``."""
     with open(job_file, "rb") as file:
         job: ProgramJob = pickle.load(file)
     process = os.getpid()
+    Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def answer(found: object) -> NoReturn:
