@@ -206,4 +206,3 @@ def _show(output: IO[bytes]) -> None:
                 print("\n... (the program says more than is shown)", file=sys.stderr)
     if left > 0 and last and not last.endswith(b"\n"):  # a line of progress
         print(file=sys.stderr, flush=True)
-

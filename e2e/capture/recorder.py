@@ -29,12 +29,12 @@ from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
-from e2e.capture.known_values import follow
+from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults, is_assumed
 from e2e.capture.possible_values import note
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import CompiledFunction, Regions
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_FLAGS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import (
     NUMBERS,
@@ -187,6 +187,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
 _ADD = torch.ops.aten.add.Tensor
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class _Frame:
@@ -291,6 +292,8 @@ class Recorder(TorchDispatchMode):
 
         # Number of operators called so far, recorded or not.
         self.called = 0
+        # Unknown flags read since the last call of a module.
+        self._flags = 0
         # True after a call that selects by data.
         self.selected = False
         # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
@@ -349,6 +352,7 @@ class Recorder(TorchDispatchMode):
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
+        self._flags = 0
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.enter()
@@ -587,6 +591,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _READ and args[0].dtype is torch.bool and args[0].device.type == "meta" and known(args[0]) is None:
+            self._flags += 1
+            if self._flags > MOST_FLAGS:
+                raise EndlessStepError(f"has read {MOST_FLAGS:,} flags that data decide")
         result = self.results.run(func, args, kwargs)
         follow(func, args, kwargs, result)
         note(func, args, kwargs, result)

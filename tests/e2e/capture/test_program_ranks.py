@@ -469,6 +469,22 @@ def test_views_are_no_work():
     assert work_of(calls).elements == Counter({"aten::neg": 64})
 
 
+def test_no_rank_finds_a_value_that_it_looks_for(tmp_path):
+    """Sharded weights are drawn until none of all ranks is too large."""
+    program = f"""{HEAD}
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+model = torch.nn.Linear(64, 64).cuda()
+fully_shard(model)
+with torch.no_grad():
+    while (model.weight > 2).any().full_tensor():
+        model.weight.normal_()
+optimizer = torch.optim.SGD(model.parameters())
+after = lambda: None
+{LOOP}"""
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 2}
+
+
 ENDLESS = """
 import os, subprocess
 helper = subprocess.Popen(["sleep", "600"])
