@@ -204,6 +204,8 @@ class StepFinder:
         default_factory=dict
     )
     _groups: Sequence[PassGroup] = ()
+    # Passes of evaluations in the last step that were not run.
+    _passed_over: int = 0
     differentiations: Differentiations = field(default_factory=Differentiations)
     # Batches of data loaders, and the work of their workers in the last step.
     batches: LoadedBatches = field(default_factory=LoadedBatches)
@@ -240,7 +242,7 @@ class StepFinder:
             self.recorder.stepped.append(optimizer)
             self._begin_anew()
             return
-        if not (self.recorder.enabled or self.recorder.leaving_out):  # no module has been called
+        if not self._is_recording():  # no module has been called
             self.recorder.begin()
             return
         self.steps[id(optimizer)] += 1
@@ -251,6 +253,9 @@ class StepFinder:
             self.steps.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
+
+    def _is_recording(self) -> bool:
+        return self.recorder.enabled or self.recorder.leaving_out or self.recorder.passing_over
 
     def _begin_anew(self) -> None:
         """Forget the steps so far."""
@@ -267,7 +272,7 @@ class StepFinder:
             self.root = id(module)
             if self.optimizer is None:  # none has been stepped to make its state
                 self.title = type(module).__name__
-        if not (self.recorder.enabled or self.recorder.leaving_out):
+        if not self._is_recording():
             self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
@@ -292,7 +297,7 @@ class StepFinder:
         self.loading, self.periods = self.batches.end_step(), self.differentiations.taken()
         if max(self.periods, default=1) > 1:
             self.periodic[self.periods] = step
-        self._groups = self.passes.taken()
+        self._passed_over, self._groups = self.passes.passed_over, self.passes.taken()
         for group in self._groups:
             run = step.calls[group.calls]
             parts = {call.id - run[0].id: region for call in run if (region := step.regions.get(call.id))}
@@ -303,7 +308,7 @@ class StepFinder:
             self.richest = step
         self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
-        if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
+        if (equal or last >= MOST_STEPS) and self._passed_over:
             self.passes.replaying = False  # the step that is taken must have run them
         elif last >= MOST_STEPS and not whole:
             self.accumulated.leaving_out = False  # as many passes as they are
@@ -401,7 +406,8 @@ class StepFinder:
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
-        if not self.digests and self.recorder.enabled:
+        if not self.digests and (self.recorder.enabled or self.recorder.passing_over):
+            self._passed_over = self.passes.passed_over
             repeated = self.accumulated.end_step()
             self.title, self.step = "the program", replace(self.recorder.cut(), repeated=repeated)
         if not self.step.calls:
@@ -413,6 +419,7 @@ class StepFinder:
             return
         told = "the last before the program ended"
         told += "; its optimizer took no step" if self.optimizers and not self.steps else ""
+        told += f"; {self._passed_over:,} passes, like those before them, not run" if self._passed_over else ""
         told += "" if self.whole else "; its last passes are taken as those before them, run it for more steps"
         self._finish(self.step, len(self.digests) or 1, told)
 

@@ -289,6 +289,8 @@ class Recorder(TorchDispatchMode):
         self.leaving_out = False
         # Passes left out in this step.
         self.left_out = 0
+        # True from a pass that is not run, of an evaluation, to the next one that is.
+        self.passing_over = False
 
         # Number of operators called so far, recorded or not.
         self.called = 0
@@ -430,9 +432,16 @@ class Recorder(TorchDispatchMode):
             raise EndlessStepError(f"has made {MOST_PASSES:,} passes without a step of its optimizer")
         self.passes += self.passes[-1:]
 
+    def pass_over(self) -> None:
+        """Stop recording between passes of an evaluation, the next of which is not run."""
+        self.enabled, self.passing_over = False, True
+        sys.setprofile(None)
+
     def go_on(self) -> None:
-        """Go on recording after a pass that was left out, some of whose tensors are used by the next one."""
-        self.enabled, self.leaving_out, self.functions = True, False, 0
+        """Go on recording after a pass that was not run, some of whose tensors are used by the next one."""
+        if self.passing_over:
+            sys.setprofile(self.count)
+        self.enabled, self.leaving_out, self.passing_over, self.functions = True, False, False, 0
         self.convert.identities.adopting = True
 
     @contextmanager
@@ -486,7 +495,7 @@ class Recorder(TorchDispatchMode):
             storage_bytes=self.convert.identities.bytes(),
         )
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
-        if self.leaving_out:
+        if self.leaving_out or self.passing_over:
             self.go_on()
         self.begins, self.left_out, self.convert.identities.adopting = [0], 0, False
         self._here.node, self._here.node_parent = None, None
