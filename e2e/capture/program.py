@@ -331,10 +331,15 @@ class StepFinder:
         return MOST_DRAWN if calls <= MOST_DRAWN_CALLS else MOST_STEPS
 
     def _period(self) -> int:
-        """Return after how many steps they begin anew; 0 if they do not."""
+        """Return after how many steps they begin anew; 0 if they do not, or if on one of several GPUs they differ by
+        the shapes of its data only: those of other ranks may begin anew after another number.
+        """
         steps = self.digests if self.in_turn == 1 else []
         numbers = range(2, MOST_IN_TURN + 1)
-        return next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
+        found = next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
+        turn = [self.step, *(each for number, each in self.different.items() if number > len(steps) - found)]
+        alike = self.gpus > 1 and len({tuple(call.name for call in each.calls) for each in turn}) == 1
+        return 0 if alike else found
 
     def _finish_middle(self) -> None:
         """Finish with the middle one of the steps that were drawn, by work; those of a job communicate like the last.

@@ -469,6 +469,25 @@ def test_views_are_no_work():
     assert work_of(calls).elements == Counter({"aten::neg": 64})
 
 
+def test_steps_that_begin_anew_after_another_number_on_each_rank(tmp_path):
+    """Batches of two lengths in turn on one rank, of three on the other; both ranks meet once in each step."""
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+lengths = ([8, 16], [8, 16, 24])[dist.get_rank()]
+one, other = (torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda()) for _ in range(2))
+optimizers = torch.optim.Adam(one.parameters()), torch.optim.SGD(other.parameters())
+for number in range(100):
+    other(one(torch.randn(lengths[number % len(lengths)], 64, device="cuda"))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
+    barriers = [names(trace)["c10d::barrier"] for trace in found.traces]
+    assert set(barriers) == {1}
+
+
 def test_no_rank_finds_a_value_that_it_looks_for(tmp_path):
     """Sharded weights are drawn until none of all ranks is too large."""
     program = f"""{HEAD}
