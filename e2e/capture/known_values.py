@@ -51,6 +51,8 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if func in _SELF_COMPARED and args[0] is args[1] and args[0].dim() == 0:  # as in `loss != loss`, true of NaN only
         know(result, torch.full(result.shape, func is aten.eq.Tensor, dtype=torch.bool, device="cpu"))
         return
+    if func in _COPIES and getattr(args[0], "_any_of", False):
+        result._any_of = True  # type: ignore[union-attr]
     if func in _NOTHING_FOUND:
         if not _follows(func, args, kwargs, result):
             know(result, torch.zeros(result.shape, dtype=torch.bool, device="cpu"))
@@ -170,6 +172,8 @@ def _listed(result: Any) -> Sequence[Any]:
 _NOTHING_FOUND = frozenset(
     {aten.isnan.default, aten.isinf.default, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor}
 )
+# Copies of a flag of ``any()``, such as the one that sharded tensors reduce over all ranks.
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten.detach.default, aten.view.default})
 _SELF_COMPARED = frozenset({aten.eq.Tensor, aten.ne.Tensor})
 # Flags that decide alone, whatever the other operand: ``False and`` anything is ``False``.
 _DECIDED_BY = {

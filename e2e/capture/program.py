@@ -26,6 +26,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -203,6 +204,8 @@ class StepFinder:
         default_factory=dict
     )
     _groups: Sequence[PassGroup] = ()
+    # Passes of evaluations in the last step that were not run.
+    _passed_over: int = 0
     differentiations: Differentiations = field(default_factory=Differentiations)
     # Batches of data loaders, and the work of their workers in the last step.
     batches: LoadedBatches = field(default_factory=LoadedBatches)
@@ -239,7 +242,7 @@ class StepFinder:
             self.recorder.stepped.append(optimizer)
             self._begin_anew()
             return
-        if not (self.recorder.enabled or self.recorder.leaving_out):  # no module has been called
+        if not self._is_recording():  # no module has been called
             self.recorder.begin()
             return
         self.steps[id(optimizer)] += 1
@@ -250,6 +253,9 @@ class StepFinder:
             self.steps.clear()
         if id(optimizer) == self.optimizer:
             self._boundary()
+
+    def _is_recording(self) -> bool:
+        return self.recorder.enabled or self.recorder.leaving_out or self.recorder.passing_over
 
     def _begin_anew(self) -> None:
         """Forget the steps so far."""
@@ -266,7 +272,7 @@ class StepFinder:
             self.root = id(module)
             if self.optimizer is None:  # none has been stepped to make its state
                 self.title = type(module).__name__
-        if not (self.recorder.enabled or self.recorder.leaving_out):
+        if not self._is_recording():
             self.recorder.begin()
         elif not self.optimizers and id(module) == self.root:
             self._boundary()
@@ -291,7 +297,7 @@ class StepFinder:
         self.loading, self.periods = self.batches.end_step(), self.differentiations.taken()
         if max(self.periods, default=1) > 1:
             self.periodic[self.periods] = step
-        self._groups = self.passes.taken()
+        self._passed_over, self._groups = self.passes.passed_over, self.passes.taken()
         for group in self._groups:
             run = step.calls[group.calls]
             parts = {call.id - run[0].id: region for call in run if (region := step.regions.get(call.id))}
@@ -302,7 +308,7 @@ class StepFinder:
             self.richest = step
         self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
-        if (equal or last >= MOST_STEPS) and any(group.replayed for group in self._groups):
+        if (equal or last >= MOST_STEPS) and self._passed_over:
             self.passes.replaying = False  # the step that is taken must have run them
         elif last >= MOST_STEPS and not whole:
             self.accumulated.leaving_out = False  # as many passes as they are
@@ -325,10 +331,15 @@ class StepFinder:
         return MOST_DRAWN if calls <= MOST_DRAWN_CALLS else MOST_STEPS
 
     def _period(self) -> int:
-        """Return after how many steps they begin anew; 0 if they do not."""
+        """Return after how many steps they begin anew; 0 if they do not, or if on one of several GPUs they differ by
+        the shapes of its data only: those of other ranks may begin anew after another number.
+        """
         steps = self.digests if self.in_turn == 1 else []
         numbers = range(2, MOST_IN_TURN + 1)
-        return next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
+        found = next((number for number in numbers if steps and steps[-number:] == steps[-2 * number : -number]), 0)
+        turn = [self.step, *(each for number, each in self.different.items() if number > len(steps) - found)]
+        alike = self.gpus > 1 and len({tuple(call.name for call in each.calls) for each in turn}) == 1
+        return 0 if alike else found
 
     def _finish_middle(self) -> None:
         """Finish with the middle one of the steps that were drawn, by work; those of a job communicate like the last.
@@ -400,7 +411,8 @@ class StepFinder:
 
     def at_end(self) -> None:
         """Finish at the end of the program, which was not stopped at a steady step."""
-        if not self.digests and self.recorder.enabled:
+        if not self.digests and (self.recorder.enabled or self.recorder.passing_over):
+            self._passed_over = self.passes.passed_over
             repeated = self.accumulated.end_step()
             self.title, self.step = "the program", replace(self.recorder.cut(), repeated=repeated)
         if not self.step.calls:
@@ -412,6 +424,7 @@ class StepFinder:
             return
         told = "the last before the program ended"
         told += "; its optimizer took no step" if self.optimizers and not self.steps else ""
+        told += f"; {self._passed_over:,} passes, like those before them, not run" if self._passed_over else ""
         told += "" if self.whole else "; its last passes are taken as those before them, run it for more steps"
         self._finish(self.step, len(self.digests) or 1, told)
 
@@ -509,7 +522,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)
-        job.mailbox.pause = partial(_is_waiting, recorder, os.getppid())
+        job.mailbox.pause = partial(_is_waiting, recorder)
 
         def start(inner: Launch, count: int) -> None:
             try:
@@ -528,21 +541,19 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
 
 def _wait_for_parcels(scratch: Path, mailbox: Parcels, recorder: Recorder, wait: NotYetSent) -> Any:
     """Tell the process that started this one that its rank waits, and return all objects sent when it answers."""
-    asked, parcels, parent = scratch / "waiting", scratch / "parcels", os.getppid()
+    asked, parcels = scratch / "waiting", scratch / "parcels"
     (scratch / "unfinished").write_bytes(pickle.dumps(WaitingRank(wait, mailbox)))
     (scratch / "unfinished").replace(asked)
     while not parcels.exists():
-        _is_waiting(recorder, parent)
+        _is_waiting(recorder)
         time.sleep(PAUSE_SECONDS)
     sent = pickle.loads(parcels.read_bytes())
     parcels.unlink()
     return sent
 
 
-def _is_waiting(recorder: Recorder, parent: int) -> None:
-    """Note that the rank is not stuck, but waits for another one; end it if the process that started it has ended."""
-    if os.getppid() != parent:
-        _end_process(1)
+def _is_waiting(recorder: Recorder) -> None:
+    """Note that the rank is not stuck, but waits for another one."""
     recorder.called += 1
 
 
@@ -592,11 +603,22 @@ def end_started(process: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+def _end_after(parent: int) -> None:
+    """End this process, and those that it has started, when ``parent``, which started it, has ended without ending it:
+    by SIGKILL, or by a signal while it started it.
+    """
+    while os.getppid() == parent:
+        time.sleep(PAUSE_SECONDS)
+    end_started(os.getpid())
+    _end_process(1)
+
+
 def main(job_file: str, answer_file: str) -> None:
     """Run the job in ``job_file``; the step, or the error, is written to ``answer_file``."""
     with open(job_file, "rb") as file:
         job: ProgramJob = pickle.load(file)
     process = os.getpid()
+    Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def answer(found: object) -> NoReturn:

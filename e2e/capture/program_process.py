@@ -47,6 +47,8 @@ class ProgramRanks:
     kinds: list[RankWork] = field(default_factory=list)
     # Processes of ranks that wait for an object.
     waiting: dict[int, RankProcess] = field(default_factory=dict)
+    _running: list[RankProcess] = field(default_factory=list)
+    _closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -62,14 +64,21 @@ class ProgramRanks:
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
         if place.rank not in self.found:
-            process = self.waiting.pop(place.rank, None)
-            if process is None:
-                parcels = Parcels(dict(mailbox.sent), mailbox.shared)
-                job = ProgramJob(self.launch, self.options, place, parcels, self.made_up)
-                process = RankProcess(job, self.folder)
-            else:
-                process.deliver(mailbox)
-            found = process.result()
+            with self._lock:
+                if self._closed:
+                    raise ModelError(f"{self.reference}: stopped")
+                process = self.waiting.pop(place.rank, None)
+                if process is None:
+                    parcels = Parcels(dict(mailbox.sent), mailbox.shared)
+                    job = ProgramJob(self.launch, self.options, place, parcels, self.made_up)
+                    process = RankProcess(job, self.folder)
+                else:
+                    process.deliver(mailbox)
+                self._running.append(process)
+            try:
+                found = process.result()
+            finally:
+                self._running.remove(process)
             mailbox.merge(place.rank, found.mailbox)
             if isinstance(found, WaitingRank):
                 if (available_memory_bytes() or 0) > RANK_BYTES:
@@ -81,7 +90,11 @@ class ProgramRanks:
         return self.found[place.rank].rank
 
     def close(self) -> None:
-        """End processes that wait in vain."""
+        """End all processes; threads in which ranks are captured then raise."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.kill()
         while self.waiting:
             self.waiting.popitem()[1].end()
 
@@ -167,9 +180,16 @@ class RankProcess:
         unfinished.write_bytes(pickle.dumps(dict(mailbox.sent)))
         unfinished.replace(self._place / "parcels")
 
+    def kill(self) -> None:
+        """End the process and those that it has started."""
+        end_started(self._process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def end(self) -> None:
         """End the process and those that it has started, and remove its files."""
-        _end(self._process)
+        self.kill()
+        self._process.wait()
         self._shown.join(PAUSE_SECONDS)
         self._scratch.cleanup()
 
@@ -186,13 +206,3 @@ def _show(output: IO[bytes]) -> None:
                 print("\n... (the program says more than is shown)", file=sys.stderr)
     if left > 0 and last and not last.endswith(b"\n"):  # a line of progress
         print(file=sys.stderr, flush=True)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started, such as workers of data loaders."""
-    end_started(process.pid)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()

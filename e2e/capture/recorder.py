@@ -29,12 +29,12 @@ from costmodel.base.errors import ModelError
 from e2e.capture.call_records import Converter, as_on_gpu, is_wrapper
 from e2e.capture.custom_operators import CustomOperators
 from e2e.capture.environment import DEFAULT_STREAM, StreamState, ignore_call
-from e2e.capture.known_values import follow
+from e2e.capture.known_values import follow, known
 from e2e.capture.meta_results import ASSUMED, EVEN_COUNTS, SELECTIONS, KnownResults, is_assumed
 from e2e.capture.possible_values import note
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.regions import CompiledFunction, Regions
-from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_PASSES, EndlessStepError, NotYetSent
+from e2e.capture.script_errors import MOST_CALLED, MOST_CALLS, MOST_FLAGS, MOST_PASSES, EndlessStepError, NotYetSent
 from e2e.capture.script_lines import script_line
 from e2e.step.operator_trace import (
     NUMBERS,
@@ -187,6 +187,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
 _ADD = torch.ops.aten.add.Tensor
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class _Frame:
@@ -288,9 +289,13 @@ class Recorder(TorchDispatchMode):
         self.leaving_out = False
         # Passes left out in this step.
         self.left_out = 0
+        # True from a pass that is not run, of an evaluation, to the next one that is.
+        self.passing_over = False
 
         # Number of operators called so far, recorded or not.
         self.called = 0
+        # Unknown flags read since the last call of a module.
+        self._flags = 0
         # True after a call that selects by data.
         self.selected = False
         # Python functions called since the last record (:mod:`e2e.capture.python_calls`), if they are counted.
@@ -349,6 +354,7 @@ class Recorder(TorchDispatchMode):
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """Begin a module, which encloses the following calls."""
+        self._flags = 0
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
         if self.regions is not None and type(module).__name__.endswith("OptimizedModule"):
             self.regions.enter()
@@ -426,9 +432,16 @@ class Recorder(TorchDispatchMode):
             raise EndlessStepError(f"has made {MOST_PASSES:,} passes without a step of its optimizer")
         self.passes += self.passes[-1:]
 
+    def pass_over(self) -> None:
+        """Stop recording between passes of an evaluation, the next of which is not run."""
+        self.enabled, self.passing_over = False, True
+        sys.setprofile(None)
+
     def go_on(self) -> None:
-        """Go on recording after a pass that was left out, some of whose tensors are used by the next one."""
-        self.enabled, self.leaving_out, self.functions = True, False, 0
+        """Go on recording after a pass that was not run, some of whose tensors are used by the next one."""
+        if self.passing_over:
+            sys.setprofile(self.count)
+        self.enabled, self.leaving_out, self.passing_over, self.functions = True, False, False, 0
         self.convert.identities.adopting = True
 
     @contextmanager
@@ -482,7 +495,7 @@ class Recorder(TorchDispatchMode):
             storage_bytes=self.convert.identities.bytes(),
         )
         self._rows, self.passes, self.ranges = [], [], ScriptRanges()
-        if self.leaving_out:
+        if self.leaving_out or self.passing_over:
             self.go_on()
         self.begins, self.left_out, self.convert.identities.adopting = [0], 0, False
         self._here.node, self._here.node_parent = None, None
@@ -592,6 +605,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _READ and args[0].dtype is torch.bool and args[0].device.type == "meta" and known(args[0]) is None:
+            self._flags += 1
+            if self._flags > MOST_FLAGS:
+                raise EndlessStepError(f"has read {MOST_FLAGS:,} flags that data decide")
         result = self.results.run(func, args, kwargs)
         follow(func, args, kwargs, result)
         note(func, args, kwargs, result)

@@ -34,6 +34,8 @@ from e2e.capture.script_lines import library_folder, script_file
 MOST_CALLS = 400_000
 # Limit including the unrecorded calls that make the model and settle the step.
 MOST_CALLED = 5 * MOST_CALLS
+# Flags that data decide (``while mask.any()``), read without a call of a module between them.
+MOST_FLAGS = 10_000
 # Equal passes in a row between two steps of an optimizer.
 MOST_PASSES = 10_000
 # Longest processor time that a script may load data or compute without a call.

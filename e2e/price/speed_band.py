@@ -271,7 +271,8 @@ def _band(record: Mapping[str, Any]) -> SpeedBand:
 
 def band_record(band: SpeedBand) -> dict[str, Any]:
     """Return the JSON document that :func:`load_speed_band` reads."""
-    return asdict(band)
+    # The residual of a program is no result of the fit.
+    return asdict(band, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "whole"})
 
 
 def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | None:

@@ -232,6 +232,10 @@ class RankProgram(Protocol):
         """Return what tells ranks with different programs apart, or None if only a captured step does."""
         ...
 
+    def close(self) -> None:
+        """End what :meth:`capture` waits for in other threads, which then raises."""
+        ...
+
 
 def capture_job(
     program: RankProgram,
@@ -276,6 +280,9 @@ class _ScriptRanks:
 
     def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
         return rank_signature(self.script, place, mailbox)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -342,7 +349,11 @@ class _Job:
         if len(ranks) == 1:
             return [self._attempt(ranks[0], waiting)]
         with ThreadPoolExecutor(len(ranks)) as pool:
-            return list(pool.map(lambda rank: self._attempt(rank, waiting), ranks))
+            try:
+                return list(pool.map(lambda rank: self._attempt(rank, waiting), ranks))
+            except BaseException:  # also a signal: the pool would wait for ranks that may never end
+                self.program.close()
+                raise
 
     def _attempt(self, rank: int, waiting: dict[int, NotYetSent]) -> set[int]:
         """Run ``rank`` or note the object it waits for; return its peers."""

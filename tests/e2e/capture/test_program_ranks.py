@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -462,3 +467,107 @@ def test_views_are_no_work():
         for number, name in enumerate(["aten::slice", "aten::view", "aten::neg"])
     ]
     assert work_of(calls).elements == Counter({"aten::neg": 64})
+
+
+def test_steps_that_begin_anew_after_another_number_on_each_rank(tmp_path):
+    """Batches of two lengths in turn on one rank, of three on the other; both ranks meet once in each step."""
+    program = f"""{HEAD}
+dist.init_process_group("nccl")
+lengths = ([8, 16], [8, 16, 24])[dist.get_rank()]
+one, other = (torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda()) for _ in range(2))
+optimizers = torch.optim.Adam(one.parameters()), torch.optim.SGD(other.parameters())
+for number in range(100):
+    other(one(torch.randn(lengths[number % len(lengths)], 64, device="cuda"))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+"""
+    found = captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2)
+    barriers = [names(trace)["c10d::barrier"] for trace in found.traces]
+    assert set(barriers) == {1}
+
+
+def test_no_rank_finds_a_value_that_it_looks_for(tmp_path):
+    """Sharded weights are drawn until none of all ranks is too large."""
+    program = f"""{HEAD}
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+model = torch.nn.Linear(64, 64).cuda()
+fully_shard(model)
+with torch.no_grad():
+    while (model.weight > 2).any().full_tensor():
+        model.weight.normal_()
+optimizer = torch.optim.SGD(model.parameters())
+after = lambda: None
+{LOOP}"""
+    assert captured(tmp_path, program, "torchrun --nproc-per-node 2 train.py", 2).multiplicity == {0: 2}
+
+
+ENDLESS = """
+import os, subprocess
+helper = subprocess.Popen(["sleep", "600"])
+with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "w") as file:
+    print(os.getpid(), helper.pid, file=file)
+helper.wait()
+"""
+TWO_AT_ONCE = """
+from e2e.capture.program_process import ProgramRanks
+from e2e.commands.cli import main
+
+ProgramRanks.at_once = 2
+main()
+"""
+
+
+def is_running(process: int) -> bool:
+    """False for one that has ended too, which nobody may have asked for its status."""
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGTERM, 143, "stopped (SIGTERM)"),
+        (signal.SIGINT, 130, "stopped"),
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_a_signal_ends_the_command_and_ranks_that_would_not_end(tmp_path, number, status, line):
+    """Of SIGKILL nothing is told, but the ranks notice."""
+    folders = {name: tmp_path / name for name in ("code", "notes", "scratch")}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["code"] / "train.py").write_text(ENDLESS, encoding="utf-8")
+    named = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    named |= {"NOTES": str(folders["notes"]), "TMPDIR": str(folders["scratch"])}
+
+    def listening() -> None:
+        """As of a terminal: who runs the tests may ignore these, and children would, too."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+    words = ["predict", "--gpu", "h100-sxm", "--", "torchrun", "--nproc-per-node", "4", "train.py"]
+    command = subprocess.Popen(
+        [sys.executable, "-c", TWO_AT_ONCE, *words], cwd=folders["code"], env={**os.environ, **named},
+        stderr=subprocess.PIPE, text=True, preexec_fn=listening,
+    )  # fmt: skip
+    notes: list[str] = []
+    while command.poll() is None and len(notes) < 4:
+        time.sleep(0.05)
+        notes = [each for file in folders["notes"].iterdir() for each in file.read_text().split()]
+    command.send_signal(number)
+    try:
+        _, said = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert (command.returncode, said.strip()) == (status, line)
+    for _ in range(100):
+        if not (left := [each for each in notes if is_running(int(each))]):
+            break
+        time.sleep(0.1)
+    assert len(notes) == 4 and not left
+    assert not list(folders["scratch"].iterdir()) or number == signal.SIGKILL

@@ -18,6 +18,7 @@ from e2e.price.speed_band import (
     SPEED_BAND,
     SpeedBand,
     StepErrors,
+    band_record,
     chip_name,
     load_speed_band,
     narrow_share,
@@ -215,3 +216,10 @@ def test_a_job_takes_as_long_and_is_known_as_well_by_its_script_as_by_its_sizes(
 def _width(prediction: Any) -> tuple[float, float]:
     low, high = prediction.interval_seconds
     return 1 - low / prediction.iteration_seconds, high / prediction.iteration_seconds - 1
+
+
+def test_what_is_shipped_is_what_was_fitted():
+    """Not the residual of programs, which the code has."""
+    shipped = json.loads(SPEED_BAND.read_text(encoding="utf-8"))
+    record = band_record(load_speed_band().of_program())
+    assert json.loads(json.dumps(record)) == shipped

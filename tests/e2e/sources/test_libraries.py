@@ -68,6 +68,13 @@ def test_lightning_starts_its_ranks_itself(tmp_path: Path) -> None:
 SOON = "from e2e.capture import script_errors\nscript_errors.SILENT_SECONDS = 1.0\n"
 
 
+def test_a_program_that_draws_until_values_suit_is_stopped(tmp_path: Path) -> None:
+    loop = "import torch\nweight = torch.rand(8, device='cuda')\nwhile (weight > 0.5).all():\n    weight.uniform_()\n"
+    (tmp_path / "endless.py").write_text(loop, encoding="utf-8")
+    with pytest.raises(ModelError, match="endless.py:[34].*has read 10,000 flags that data decide and has not ended"):
+        predict(command=["python", "endless.py"], folder=tmp_path, gpu="l4")
+
+
 def test_a_program_without_an_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SOON, encoding="utf-8")
     (tmp_path / "endless.py").write_text("import torch\ntorch.zeros(8).cuda()\nwhile True: pass\n", encoding="utf-8")

@@ -162,6 +162,49 @@ def test_evaluation_is_told_apart_with_its_time_and_how_often_it_runs(folder: Pa
     assert "3 forward passes of Sequential without gradients every 1,000 steps, from train.py:35" in line
 
 
+# Fifty passes before the first of the steps, each of which asks a model of the same line for gradients.
+PASSED_OVER = """
+import sys
+import torch
+
+class Counted(torch.nn.Linear):
+    runs = 0
+
+    def forward(self, data):
+        Counted.runs += 1
+        return super().forward(data)
+
+
+def loss():
+    return criterion(model(torch.randn(8, 64, device="cuda")), torch.zeros(8, 64, device="cuda"))
+
+
+model, criterion = Counted(64, 64).cuda(), torch.nn.MSELoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if "trained" not in sys.argv:
+    with torch.set_grad_enabled("gradients" in sys.argv):
+        print(sum(loss().item() for _ in range(50)))
+    assert Counted.runs < 10, Counted.runs
+while True:
+    optimizer.zero_grad()
+    if "rewarded" in sys.argv:
+        print(sum(loss().item() for _ in range(20)))
+    loss().backward()
+    assert model.weight.grad is not None
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["", "gradients", "gradients rewarded"])
+def test_equal_passes_of_an_evaluation_are_not_run(folder: Path, how: str) -> None:
+    """But those of every step are, and those that turn out to be trained with."""
+    (folder / "passed.py").write_text(PASSED_OVER, encoding="utf-8")
+    found, trained = (run(folder, f"python passed.py {each}") for each in (how, f"trained {how}"))
+    assert found.operators == trained.operators
+    assert found.breakdown["by_operator"] == pytest.approx(trained.breakdown["by_operator"])
+    assert any("of SGD" in line and "equal to step" in line for line in found.notes)
+
+
 LOOPS = {
     # Five steps of a critic for each of the generator's.
     "critic": """
