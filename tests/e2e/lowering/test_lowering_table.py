@@ -291,7 +291,7 @@ def test_embedding_and_its_dense_gradient(count: int, sorts: int):
     backward = records("aten::embedding_dense_backward", given, made)
     assert launches("aten::embedding_dense_backward", given, made) == (1 + 21 + 9 if sorts else 1 + 1)
     assert backward[0] == Elementwise("fill", 800, 0)
-    assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 7)] * sorts
+    assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 64)] * sorts
     assert backward[-1] == EmbeddingLookup(100, 8, count, count, direction="backward")
 
 
@@ -301,6 +301,15 @@ def test_embedding_bag():
     single = (t(100, 8), t(10, dtype="int64"), t(10, dtype="int64"), False, 2, False, None)
     maximum = EmbeddingLookup(100, 8, 10, 10, kernel="embedding_bag", mode="max")
     assert records("aten::_embedding_bag", single, (out(10, 8),)) == [maximum]
+
+
+@pytest.mark.parametrize(("count", "sorting"), [(2304, 2), (2305, 21)])
+def test_gradient_of_bags_sorts_all_bits(count: int, sorting: int):
+    given = (t(10, 8), t(count, dtype="int32"), t(count, dtype="int32"), t(10), t(0), 100, False, 0, None)
+    clear, sort, sums = records("aten::_embedding_bag_dense_backward", given, (out(100, 8),))
+    assert sort == RadixSort(count, 32, 8) and clear == Elementwise("fill", 800, 0)
+    assert sums == EmbeddingLookup(100, 8, count, 10, direction="backward")
+    assert launches("aten::_embedding_bag_dense_backward", given, (out(100, 8),)) == 1 + sorting + 9
 
 
 def test_reductions_and_what_they_keep():
