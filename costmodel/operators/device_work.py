@@ -285,7 +285,8 @@ class Softmax(CountedWork):
 class Reduction(CountedWork):
     """Reduction ``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
 
-    ``contiguous``: the reduced dimension is the innermost one.
+    ``contiguous``: the reduced dimension is the innermost one. ``one_by_one``: several dimensions are reduced that do
+    not follow each other in memory, so that the place of every element is found by divisions.
     """
 
     kind: str
@@ -293,6 +294,7 @@ class Reduction(CountedWork):
     outputs: int
     dtype: str = "float32"
     contiguous: bool = True
+    one_by_one: bool = False
 
     @property
     def flops(self) -> int:

@@ -76,6 +76,11 @@ def handing_seconds(operator: object, machine: Machine) -> float:
     return _reduction_seconds(operator, machine, 0.0)[1]
 
 
+def busy_multiprocessors(operator: Reduction, machine: Machine) -> int:
+    """Multiprocessors that have blocks of ``operator``."""
+    return min(_reduction_seconds(operator, machine, 0.0)[2], machine.chip().sm_count)
+
+
 def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_bytes: float) -> float:
     """Mean latency of the loads of ``operator``."""
     traffic = operator.read_bytes + operator.write_bytes
@@ -84,8 +89,10 @@ def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_byte
     return near + cold * (latency(machine, 1) - near)
 
 
-def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tuple[float, float]:
-    """Seconds of the rounds of a thread, whose loads take ``load`` seconds each, and of its block's part after that."""
+def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tuple[float, float, int]:
+    """Seconds of the rounds of a thread, whose loads take ``load`` seconds each, and of its block's part after that,
+    and the number of blocks.
+    """
     chip = machine.chip()
     outputs = max(operator.outputs, 1)
     values = max(operator.elements // outputs, 1)
@@ -108,13 +115,14 @@ def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tu
     if shared and each >= _MOST_SPLIT and blocks <= resident:
         split = max(min(math.ceil(resident / blocks), math.ceil(each / _LEAST_SPLIT)), math.ceil(each / _MOST_SPLIT))
     waves = max(blocks * split / resident, 1.0)
-    together = _UNROLLED * (_NARROW if operator.contiguous and element_bytes(operator.dtype) <= _NARROW else 1)
+    streams = operator.contiguous and not operator.one_by_one
+    together = _UNROLLED * (_NARROW if streams and element_bytes(operator.dtype) <= _NARROW else 1)
     seconds = waves * math.ceil(each / split / together) * _ROUND * load
     if split == 1:
-        return seconds, 0.0
+        return seconds, 0.0, blocks
     parts = math.ceil(split / (width * height if operator.contiguous else height))
     handed = _HANDED_OVER * latency(machine, 1) + kernel_floor(machine)
-    return seconds, handed + parts * _ROUND * latency(machine, 0)
+    return seconds, handed + parts * _ROUND * latency(machine, 0), blocks * split
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
+from costmodel.gpu.families.load_chains import busy_multiprocessors, chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
@@ -35,6 +35,20 @@ def test_few_columns_of_many_rows_are_shared_by_blocks_that_hand_over_their_part
     # Too few rows to be shared: 16 rows of threads, 241 values each.
     few = Reduction("sum", 3849 * 32, 32, contiguous=False)
     assert chain(few) == pytest.approx(61 * 1.6 * NEAR) and handing_seconds(few, H200) == 0
+
+
+def test_a_sum_over_several_dimensions_finds_the_place_of_every_value():
+    """A bias' gradient on H200 (overheads-convolutions.json.gz): one block of 16 sums, 10.4 us and a launch."""
+    apart = Reduction("sum", 8 * 16 * 256, 16, one_by_one=True)
+    assert busy_multiprocessors(apart, H200) == 1
+    (found,) = gpu_cost_model(H200).estimate([apart])
+    assert found.seconds == pytest.approx(11.4e-6, rel=0.1)
+    issue = 8 * 16 * 256 * 35 / (64 * H200.chip().clock_hz)
+    assert found.seconds > issue + kernel_floor(H200)
+    # Blocks enough for all multiprocessors share the work; rows of 16 bits are not loaded twice as many at a time.
+    large = Reduction("sum", 64 * 256 * 3136, 256, "bfloat16", one_by_one=True)
+    assert busy_multiprocessors(large, H200) == 132
+    assert chain(large) >= chain(Reduction("sum", 64 * 256 * 3136, 256, "float32"))
 
 
 def test_kernels_of_their_own_are_no_reductions_of_this_kind():

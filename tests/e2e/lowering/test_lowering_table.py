@@ -88,7 +88,7 @@ def test_convolution_and_its_gradients():
     assert records("aten::convolution_backward", wanted, (out(2, 3, 16, 16),)) == [
         ConvolutionBackward(forward, "data"),
         ConvolutionBackward(forward, "weight"),
-        Reduction("sum", 2 * 8 * 8 * 8, 8, contiguous=False),
+        Reduction("sum", 2 * 8 * 8 * 8, 8, one_by_one=True),
     ]
     first_layer = (gradient, data, weight, (0,), *tail[1:], (False, True, False))
     assert records("aten::convolution_backward", first_layer, (None, out(8, 3, 3, 3))) == [
@@ -316,6 +316,11 @@ def test_reductions_and_what_they_keep():
     assert records("aten::sum", (t(4, 8), (0,), True), (out(1, 8),)) == [Reduction("sum", 32, 8, contiguous=False)]
     assert records("aten::sum", (t(4, 8), (1,), False), (out(4),)) == [Reduction("sum", 32, 4)]
     assert records("aten::mean", (t(4, 8),), (out(),)) == [Reduction("mean", 32, 1)]
+    assert records("aten::sum", (t(4, 4, 8), (0, 2), False), (out(4),)) == [Reduction("sum", 128, 4, one_by_one=True)]
+    assert records("aten::sum", (t(4, 4, 8), (0, 1), False), (out(8),)) == [Reduction("sum", 128, 8, contiguous=False)]
+    assert records("aten::sum", (t(4, 1, 8), (0, 2), True), (out(1, 1, 1),)) == [Reduction("sum", 32, 1)]
+    columns = t(4, 8, 9, stride=(72, 1, 8))  # rows follow each other in memory
+    assert records("aten::sum", (columns, (0, 2), False), (out(8),)) == [Reduction("sum", 288, 8, contiguous=False)]
     assert records("aten::max", (t(4, 8), t(4, 8)), (out(4, 8),)) == [Elementwise("max", 32, 2)]
 
 
