@@ -335,7 +335,8 @@ class Rearrangement(CountedWork):
     """Data movement without arithmetic: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
     ``scatter``, ``index``, ``tril``, ``triu``. ``elements``: number written.
 
-    ``inner``: length of the longest contiguous run that moves together, in elements.
+    ``inner``: length of the longest contiguous run that moves together, in elements; a gathered run has an index.
+    ``source_elements``: number in the tensor that elements are gathered from; 0 if unknown.
     """
 
     kind: str
@@ -343,10 +344,16 @@ class Rearrangement(CountedWork):
     inner: int = 1
     dtype: str = "float32"
     inputs: int = 1
+    source_elements: int = 0
 
     @property
     def flops(self) -> int:
         return 0
+
+    @property
+    def is_by_element(self) -> bool:
+        """True if every element has an index of its own (``torch.gather``)."""
+        return self.kind == "gather" and self.inner == 1
 
     @property
     def read_bytes(self) -> int:
@@ -464,7 +471,7 @@ class Loss(CountedWork):
 
     @property
     def flops(self) -> int:
-        return 4 * self.rows * self.columns
+        return 4 * self.rows * (self.columns if self.kind != "nll" else 1)
 
     @property
     def read_bytes(self) -> int:

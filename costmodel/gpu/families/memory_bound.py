@@ -39,6 +39,7 @@ from costmodel.operators.layers import Pool2d, element_bytes
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
 # sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
 _SECTOR_BYTES = 32
+_INDEX_BYTES = 8
 _UNKNOWN = "unknown"
 # Share of L2 whose content a kernel finds or leaves. Vidur's additions in FP16 within layers: bytes over (time -
 # launch) against the DRAM bandwidth give 0.19 to 0.21 of L2 on A100 for traffic of 0.5 to 1 times L2, 0.20 to 0.35 on
@@ -119,7 +120,7 @@ def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
         count: float = operator.elements * operator.instructions
     elif isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
         count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
-    elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
+    elif isinstance(operator, Rearrangement) and (operator.kind == "transpose" or operator.is_by_element):
         count = operator.elements * _ONE_BY_ONE
     elif isinstance(operator, Rearrangement) and operator.kind == "strided_concat":
         count = operator.elements * _CONCATENATED
@@ -165,6 +166,12 @@ def _blocks(operator: MemoryBoundOperator) -> float:
 def _traffic(operator: MemoryBoundOperator) -> float:
     """Bytes that ``operator`` moves, including the unused part of sectors."""
     size = float(operator.read_bytes + operator.write_bytes) if not isinstance(operator, Pool2d) else _pooled(operator)
+    if isinstance(operator, Rearrangement) and operator.kind == "gather":
+        read = size * _sector_loss(operator) - operator.write_bytes
+        if operator.source_elements:  # sectors are used again
+            source = operator.source_elements * element_bytes(operator.dtype)
+            read = min(read, max(source, operator.read_bytes))
+        return read + operator.write_bytes + _INDEX_BYTES * operator.elements / max(operator.inner, 1)
     if isinstance(operator, Rearrangement):
         return size * _sector_loss(operator)
     if isinstance(operator, Reduction) and not operator.contiguous:

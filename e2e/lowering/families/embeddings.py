@@ -28,9 +28,9 @@ from e2e.lowering.families.work import (
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
-# Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu); more are
-# sorted by cub in a few passes.
-UNSORTED_INDICES = 3072
+# Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu), before and
+# from compute capability 9 on; more are sorted by cub in a few passes.
+_UNSORTED_INDICES = 3072, 4096
 # Launches (traces of PyTorch 2.11): positions, histogram and its sums, eight digits, each with a memset, or positions
 # and the sort of few by one block; then the segments of equal rows, counted, cut into parts and summed.
 _SORTING, _SORTING_FEW, _SUMMING = 21, 2, 9
@@ -53,7 +53,7 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     count = numel(indices)
     work = [fill(output, "aten::zero_")]
-    many = count > UNSORTED_INDICES
+    many = count > _UNSORTED_INDICES[context.options.seen_gpu.capability >= (9, 0)]
     if many:
         work.append(_sort_all_bits(indices))
     record = EmbeddingLookup(

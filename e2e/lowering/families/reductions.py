@@ -219,8 +219,7 @@ def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
 def _nll(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the loss, which reads one score per row only."""
     data = tensor_argument(call, 0)
-    rows, _ = _classes(data.shape)
-    return [DeviceWork(call.name, (Loss("nll", rows, 1, priced_dtype(data)),))]
+    return [DeviceWork(call.name, (Loss("nll", *_classes(data.shape), priced_dtype(data)),))]
 
 
 def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:

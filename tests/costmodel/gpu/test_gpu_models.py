@@ -92,8 +92,11 @@ def test_strided_operands_waste_sectors_that_left_the_cache(plain):
 
 def test_scattered_short_runs_waste_sectors(plain):
     whole = plain(Rearrangement("gather", 10**6, inner=64)).seconds
-    assert whole == pytest.approx(8 - WARM)
-    assert plain(Rearrangement("gather", 10**6, inner=1)).seconds == pytest.approx(8 * (1 + 8) / 2 - WARM)
+    assert whole == pytest.approx(8 + 8 / 64 - WARM)  # an index of 8 B for each run
+    assert plain(Rearrangement("gather", 10**6, inner=2)).seconds == pytest.approx(4 * 4 + 4 + 4 - WARM)
+    # No more is read than there is.
+    few = Rearrangement("gather", 10**6, inner=2, source_elements=2 * 10**6)
+    assert plain(few).seconds == pytest.approx(2 * 4 + 4 + 4 - WARM)
     assert plain(Rearrangement("transpose", 10**6, inner=1)).seconds == pytest.approx(10 - WARM)
 
 

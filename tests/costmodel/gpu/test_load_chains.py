@@ -8,7 +8,7 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.load_chains import busy_multiprocessors, chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_file import load_machine
-from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Rearrangement, Reduction
 
 H200 = load_machine("h200-sxm")
 NEAR, FAR = (latency(H200, level) for level in (0, 1))
@@ -72,8 +72,10 @@ def test_a_multi_tensor_kernel_takes_as_long_as_a_chunk():
 
 
 def test_one_block_picks_the_scores_of_all_labels():
-    assert chain(Loss("nll", 700, 1)) == pytest.approx(22 * 1.6 * FAR)  # 32 threads
-    assert chain(Loss("nll", 4096, 1)) == pytest.approx(16 * 1.6 * FAR)  # 256 threads
+    assert chain(Loss("nll", 700, 10)) == pytest.approx(22 * 1.6 * NEAR)  # 32 threads
+    assert chain(Loss("nll", 4096, 10)) == pytest.approx(16 * 1.6 * NEAR)  # 256 threads
+    cold = chain_seconds(Loss("nll", 4096, 50257), H200, 0.0)
+    assert cold == pytest.approx(16 * 1.6 * FAR)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,8 @@ def test_one_block_picks_the_scores_of_all_labels():
         (Reduction("sum", 100352 * 384, 384, contiguous=False), 103e-6),
         (Reduction("sum", 4096 * 768, 768, "bfloat16", contiguous=False), 15.4e-6),
         (Elementwise("scan", 4 * 512 * 768, chained=1024, column=512), 139e-6),
+        (Rearrangement("gather", 26768688, source_elements=26768688), 129.6e-6),
+        (Rearrangement("gather", 1118170, source_elements=1118170), 6.6e-6),
     ],
 )
 def test_times_of_h200(operator, measured):
