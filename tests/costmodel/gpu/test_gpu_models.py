@@ -181,6 +181,17 @@ def test_sources_say_what_was_measured():
         assert tuple(each.source for each in estimates) == sources, name
 
 
+@pytest.mark.parametrize(
+    ("gpu", "elements", "least"),
+    # The shortest kernel is known to about 0.9 us, of 2.5; where tables are, or kernels are long, that does not count.
+    [("h200-sxm", 6433, 1.34), ("h200-sxm", 10**9, 1.0), ("a100-pcie-40gb", 6433, 1.0)],
+)
+def test_a_short_kernel_is_known_no_better_than_the_shortest(gpu, elements, least):
+    (found,) = gpu_cost_model(load_machine(gpu)).estimate([Elementwise("mul", elements, inputs=2)])
+    assert (found.upper / found.seconds >= least) and (found.seconds / found.lower >= least)
+    assert least > 1 or found.upper / found.seconds < 1.25
+
+
 def test_a_relative_lends_its_tables_with_a_wider_interval():
     gemm = Gemm(1, 1024, 1024, 1024)
     own, lent = (

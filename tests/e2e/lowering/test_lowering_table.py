@@ -337,6 +337,12 @@ def test_losses():
     assert len(records("aten::binary_cross_entropy_with_logits", (t(8), t(8)), (out(),))) == 5
 
 
+@pytest.mark.parametrize(("reduction", "kernels"), [(0, 1), (1, 2), (2, 1)])
+def test_the_gradient_of_a_mean_of_binary_losses_is_divided_afterwards(reduction: int, kernels: int):
+    given = (t(), t(8), t(8), None, reduction)
+    assert len(records("aten::binary_cross_entropy_backward", given, (out(8),))) == kernels
+
+
 def test_pooling():
     arguments = (t(1, 4, 8, 8), (3, 3), (2, 2), (1, 1), (1, 1), False)
     pooled = Pooling("max", 1, 4, 8, 8, 4, 4, (3, 3))
