@@ -396,6 +396,24 @@ def test_hopper_convolves_few_channels_outside_the_tensor_cores(conv, measured):
         assert estimate.seconds == pytest.approx(factor * pieces.kernel[0] + kernel_floor(H200))
 
 
+SMALL = Conv2d(1, 224, 7, 7, 352, (3, 3), padding=(1, 1, 1, 1), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("operator", "steps", "measured"),
+    [
+        (Conv2d(1, 224, 56, 56, 64, (7, 7), padding=(3, 3, 3, 3), dtype="bfloat16"), 224 * 49 / 64, 79.8e-6),
+        (Conv2d(8, 96, 35, 35, 64, (5, 5), (2, 2), (2, 2, 2, 2), dtype="tf32"), 96 * 25 / 32, 36.7e-6),
+        (ConvolutionBackward(SMALL, "data"), 352 * 9 / 64, 29.4e-6),
+    ],
+)
+def test_few_blocks_of_hopper_take_a_step_for_128_bytes_of_the_sum(operator, steps, measured):
+    (kernel,) = convolution_pieces([operator], H200).kernel
+    assert kernel == pytest.approx(np.ceil(steps) * 0.3e-6)
+    (found,) = gpu_cost_model(H200).estimate([operator])
+    assert found.seconds == pytest.approx(measured, rel=0.25)
+
+
 def test_single_kernels_of_hopper_lie_in_the_interval_that_80_of_100_do():
     conv = Conv2d(64, 64, 56, 56, 64, (3, 3), padding=(1, 1, 1, 1), dtype="tf32")
     (found,) = gpu_cost_model(H200).estimate([conv])
