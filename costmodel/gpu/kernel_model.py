@@ -38,6 +38,7 @@ UNMEASURED_MARGIN = 0.15
 # less than 5 us lie within 0.9 us of what is predicted for H200 (lab/bench/measured/h200-sxm/kernels.csv.gz).
 FLOOR_MARGIN = 0.35
 ADAPTED_MARGIN = 0.05  # for a level adapted to few measurements
+_NO_TIME = 1e-12  # seconds; of operators without a kernel
 FACTOR_OF_THREE = float(np.log(3))  # for unidentified operators
 
 
@@ -238,10 +239,11 @@ class KernelModel(CostModel):
         shape = self._transfer.shapes.get(family.name)
         moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self._own))
         estimates = []
+        short = FLOOR_MARGIN * kernel_floor(self.machine) / np.maximum(analysis.seconds, _NO_TIME)
         for place, own in enumerate(points):
             bounds = self._level_bounds(family, operators[place], level, bool(own)) + moved[place]
             if family.name not in self._residuals and not own:
-                bounds = _at_least_around(bounds, FLOOR_MARGIN * kernel_floor(self.machine) / analysis.seconds[place])
+                bounds = _at_least_around(bounds, short[place])
             notes: dict[str, float | str] = {"fitted_to_points": float(own)} if own else {}
             source: PriceSource = "fitted" if own else "analytic"
             estimates.append(self._record(family, operators[place], analysis, place, bounds, source, notes))
