@@ -14,7 +14,7 @@ from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.convolution import TensorConvolution, convolution_family
-from costmodel.gpu.families.family import MEASURED_KERNELS, Family, inverted_shares
+from costmodel.gpu.families.family import MEASURED_KERNELS, Family, shares_of
 from costmodel.gpu.families.gemm import ScaledCasts, ScaledProducts, StoredProducts, ThinProducts, gemm_family
 from costmodel.gpu.families.grouped_gemm import engine_experts, grouped_family
 from costmodel.gpu.families.linear_scans import linear_family
@@ -70,7 +70,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """
-    residuals, levels = residuals_for(machine, directory), _with_inverted(level_transfer(directory))
+    residuals, levels = residuals_for(machine, directory), _with_inverted(level_transfer(directory), machine)
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: _Products(machine, partial(_product, machine), residuals, levels, moved)}
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
@@ -152,11 +152,11 @@ def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:
     return Gemm(1, m, product.n, k, product.dtype, transpose_b=True)
 
 
-def _with_inverted(known: LevelTransfer) -> LevelTransfer:
+def _with_inverted(known: LevelTransfer, machine: Machine) -> LevelTransfer:
     """``known`` with levels added for families whose factors are inverted from whole steps: a level of 0, with the
-    spread that these steps show.
+    spread that these steps show, or single kernels where they were measured.
     """
-    shares = inverted_shares()
+    shares = shares_of(machine)
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}

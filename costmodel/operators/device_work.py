@@ -285,7 +285,8 @@ class Softmax(CountedWork):
 class Reduction(CountedWork):
     """Reduction ``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
 
-    ``contiguous``: the reduced dimension is the innermost one.
+    ``contiguous``: the reduced dimension is the innermost one. ``one_by_one``: several dimensions are reduced that do
+    not follow each other in memory, so that the place of every element is found by divisions.
     """
 
     kind: str
@@ -293,6 +294,7 @@ class Reduction(CountedWork):
     outputs: int
     dtype: str = "float32"
     contiguous: bool = True
+    one_by_one: bool = False
 
     @property
     def flops(self) -> int:
@@ -333,7 +335,8 @@ class Rearrangement(CountedWork):
     """Data movement without arithmetic: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
     ``scatter``, ``index``, ``tril``, ``triu``. ``elements``: number written.
 
-    ``inner``: length of the longest contiguous run that moves together, in elements.
+    ``inner``: length of the longest contiguous run that moves together, in elements; a gathered run has an index.
+    ``source_elements``: number in the tensor that elements are gathered from; 0 if unknown.
     """
 
     kind: str
@@ -341,10 +344,16 @@ class Rearrangement(CountedWork):
     inner: int = 1
     dtype: str = "float32"
     inputs: int = 1
+    source_elements: int = 0
 
     @property
     def flops(self) -> int:
         return 0
+
+    @property
+    def is_by_element(self) -> bool:
+        """True if every element has an index of its own (``torch.gather``)."""
+        return self.kind == "gather" and self.inner == 1
 
     @property
     def read_bytes(self) -> int:
@@ -462,7 +471,7 @@ class Loss(CountedWork):
 
     @property
     def flops(self) -> int:
-        return 4 * self.rows * self.columns
+        return 4 * self.rows * (self.columns if self.kind != "nll" else 1)
 
     @property
     def read_bytes(self) -> int:

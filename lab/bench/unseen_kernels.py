@@ -1,6 +1,6 @@
 """Measured against predicted times of kernels that others have published and to which few or no constants are fitted.
 
-    python -m lab.bench.unseen_kernels [liger frontier scans lookups] [--data FOLDER]
+    python -m lab.bench.unseen_kernels [liger frontier scans lookups measured] [--data FOLDER]
 
 **liger**: Liger-Kernel's benchmarks (``liger/kernels.csv.gz``; sealed groups of rows are skipped): norms, softmax,
 rotary and squared ReLU forward and backward, by PyTorch (``torch``, ``huggingface``) and in one kernel (``liger``).
@@ -24,6 +24,10 @@ even, for even but for the least that this says, one row of every table looked u
 And pytorch/pytorch pull request 49913: `embedding_dense_backward` on A100 (GA100), 64 to 8,192 values, the kernel
 without a sort; one constant, two loads per step, stems from its column of 64 values. The rows of the table are not
 stated; the change was made for MLPerf's BERT, which has 30,522.
+
+**measured**: kernels that `costmodel measure --suite kernels` timed for this project (lab/bench/measured), as `e2e` has
+the call that was timed: captured, lowered, all its kernels. Every third row of a family, by its text, is left out:
+nobody looked at these when mechanisms were mended after the rest.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ from costmodel.cost_model import CostModel
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.lookups import entries_of, reuse_of, stages_of
 from costmodel.machines.machine_file import load_machine
+from costmodel.operators.any_operator import dtype_of, from_record
 from costmodel.operators.attention import Attention, LinearAttention, LinearKind
-from costmodel.operators.device_work import Elementwise, Normalization, Reduction, ScaledGemm, Softmax
+from costmodel.operators.device_work import Elementwise, MemoryCopy, Normalization, Reduction, ScaledGemm, Softmax
 from costmodel.operators.lookups import Direction, EmbeddingLookup, IndexStatistics, TableLookup, zipf
 from lab.command_line import chosen, program, run
 from lab.data.data_folder import csv_rows, data_folder, reading
@@ -343,11 +348,49 @@ def predicted_stages(rank: RankKernels, popularity: Popularity) -> dict[str, flo
     return {"forward": forward, **{name: stages[place] for name, place in STAGES.items()}, "backward": sum(stages)}
 
 
+MEASURED = Path(__file__).with_name("measured")
+
+
+def measured_rows(data: Path) -> Iterator[Row]:
+    """Rows of kernels measured for this project."""
+    for path in sorted(MEASURED.glob("*/kernels.csv.gz")):
+        families: dict[str, list[dict[str, str]]] = defaultdict(list)
+        for row in csv_rows(path, "a table of kernels"):
+            if not row["error"]:
+                families[row["family"]].append(row)
+        for family, rows in families.items():
+            for place, row in enumerate(sorted(rows, key=lambda each: each["operator"])):
+                operator = from_record(json.loads(row["operator"]))
+                what = f"{family} {getattr(operator, 'direction', getattr(operator, 'wrt', ''))}".rstrip()
+                what += ", left out" if place % 3 == 2 else ""
+                yield _row(what, path.parent.name, _called(operator, path.parent.name), float(row["median_s"]))
+
+
+def _called(operator: Any, name: str) -> Sequence[Any]:
+    """Kernels that `e2e` has for the measured call of ``operator`` on the machine ``name``."""
+    if isinstance(operator, Attention | MemoryCopy):
+        return [operator]  # no call on tensors without data: the kernel depends on the device, copies on both ends
+    import torch
+
+    from costmodel.measure.operator_calls import make_call
+    from e2e.capture.session import CapturedWorkload, capture
+    from e2e.lowering.lower_trace import lower
+    from e2e.sources.user_script import seen_gpu
+    from e2e.step.options import StepOptions, Tf32Switches
+
+    call, tf32 = make_call(operator, torch.device("meta")), dtype_of(operator) == "tf32"
+    assert call is not None
+    options = StepOptions(seen_gpu=seen_gpu(load_machine(name)), tf32=Tf32Switches(tf32, tf32, tf32))
+    trace = capture(CapturedWorkload("call", torch.nn.Identity(), call), options)
+    return [record for task in lower(trace, options).tasks for record in task.operators]
+
+
 SOURCES: dict[str, Callable[[Path], Iterator[Row]]] = {
     "liger": liger_rows,
     "frontier": frontier_rows,
     "scans": scan_rows,
     "lookups": lookup_rows,
+    "measured": measured_rows,
 }
 
 

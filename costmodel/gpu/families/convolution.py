@@ -18,6 +18,9 @@ once. So
     seconds = factor * (|compute, DRAM, L2|_3 + waves * latency) + factor of the turning * bytes turned / DRAM bandwidth
               + launch
 
+On Hopper NCHW pictures so few that turning them costs more than they do, and NHWC pictures of few channels, are
+computed outside the tensor cores (:func:`_outside`).
+
 ``latency`` is the time that the blocks of a wave wait for their first operands and for their stores (:mod:`~.gemm`).
 ``compute`` counts what is padded: channels to 8 (16-byte loads), of grouped convolutions those of each group. The
 gradient of the weights of a grouped convolution has tensor-core kernels for groups of 4, 8, 16 or 32 channels, 128
@@ -67,6 +70,7 @@ import numpy as np
 from costmodel.gpu.families.family import (
     MEASURED_KERNELS,
     Family,
+    Grade,
     InvertedShares,
     KernelAnalysis,
     layout_name,
@@ -353,9 +357,16 @@ def own_gradient_seconds(conv: Conv2d, machine: Machine) -> float:
 
 AnyConvolution = Conv2d | ConvolutionBackward
 _ALIGNMENT_BYTES = 16
+# A block multiplies 128 bytes of each row and filter at a time, one after the other, which takes 0.2 to 0.5 us on H200
+# where blocks are too few to hide it: forward and data, sums of 576 to 10,976 products in 16 bits and TF32. The sums of
+# the weights' gradient are split.
+_STEP_BYTES, _STEP_SECONDS = 128, 0.3e-6
 # Tile of channels by pixels through which a tensor is turned, filled or not: on H200 3 x 3 weights turn at 1.3 TB/s,
 # pictures of 3 channels at 0.5, wide images at 4.
 _TURNING_TILE = 32
+# Time of NHWC forward convolutions whose channels are no whole loads over that of their products outside the tensor
+# cores (H200: 3 or 5 channels, windows of 7, in TF32 and BF16, 2.0 to 2.3).
+_ODD_CHANNELS = 2.1
 _STEM_CHANNELS = 4  # most channels of an input that counts as pictures
 # a judgement, as is the share of direct kernels below: factors by class are fitted on top of both
 _DEPTHWISE_SHARE = 0.2
@@ -422,6 +433,7 @@ class TensorConvolution(Family[AnyConvolution]):
         terms = {name: factor * column for name, column in pieces.terms.items()}
         terms["memory:DRAM"] = terms["memory:DRAM"] + turned
         terms["launch"] = terms["launch"] + kernel_floor(machine)
+        seconds, terms = _outside(operators, seconds, terms, machine)
         convs = [_forward(each) for each in operators]
         features = {
             "seconds": safe_log2(seconds),
@@ -435,6 +447,39 @@ class TensorConvolution(Family[AnyConvolution]):
     def covers(self, operator: AnyConvolution) -> bool:
         """False: no table holds single kernels of these types."""
         return False
+
+    def grade(self, operator: AnyConvolution) -> Grade:
+        """Unknown for depthwise convolutions that the networks of the fit do not have: of few channels, or gradients of
+        NHWC weights in FP32, for which cuDNN has several kernels (H200: up to 17 times the analytic time).
+        """
+        conv = _forward(operator)
+        slow = _direction(operator) == "weight" and conv.channels_last and conv.dtype in ("float32", "tf32")
+        return "unknown" if conv.is_depthwise and (slow or conv.in_channels < _CUDNN_CHANNELS) else "kind"
+
+
+def _outside(
+    operators: Sequence[AnyConvolution], seconds: np.ndarray, terms: dict[str, np.ndarray], machine: Machine
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """``seconds`` and ``terms`` of ``operators``, with those that Hopper computes outside the tensor cores: NCHW where
+    that is faster than to turn the operands, NHWC whose channels are no whole loads. Stems with a stride, as
+    networks have them, keep the factor of their class.
+    """
+    if machine.chip().architecture not in MEASURED_KERNELS:
+        return seconds, terms
+    convs = [_forward(each) for each in operators]
+    plain = np.array([isinstance(each, Conv2d) and each.groups == 1 and each.depth is None for each in operators])
+    last = np.array([conv.channels_last for conv in convs])
+    odd = np.array([conv.stride == (1, 1) and _has_odd_channels(conv) for conv in convs])
+    singles = [dataclasses.replace(conv, dtype="float32") for conv in convs]
+    vector = _implicit(_products(singles, machine), np.zeros(len(convs), dtype=bool), singles, machine)[0]
+    vector = np.where(last, _ODD_CHANNELS * vector, vector)
+    chosen = plain & np.where(last, odd & (vector > seconds), vector < seconds)
+    terms = {**terms, "compute": np.where(chosen, vector, terms["compute"])}
+    return np.where(chosen, vector, seconds), terms
+
+
+def _has_odd_channels(conv: Conv2d) -> bool:
+    return conv.plane_channels * element_bytes(conv.dtype) % _ALIGNMENT_BYTES != 0
 
 
 def _factor(shares: InvertedShares, name: str) -> float:
@@ -608,6 +653,9 @@ def _products_seconds(
         found.append(np.stack([compute, l2, waiting, np.where(weight | (split == 1), whole, np.inf)]))
     cube = np.stack(found)  # (splits, terms, operators)
     compute, l2, waiting, whole = cube[np.argmin(cube[:, 3], axis=0), :, np.arange(len(operators))].T
+    if machine.chip().architecture in MEASURED_KERNELS:
+        steps = np.where(weight, 0.0, np.ceil(shapes[3] * size / _STEP_BYTES) * _STEP_SECONDS)
+        compute, whole = np.maximum(compute, steps), np.maximum(whole, steps)
     return compute, l2, waiting, whole
 
 

@@ -187,13 +187,13 @@ MEASURED_SHARES = SHARES.with_name("hopper.json")
 
 def shares_of(machine: Machine) -> InvertedShares:
     """Factors of kernel classes on ``machine``: those inverted from whole steps, replaced by measured ones on Hopper
-    and its successor.
+    and its successor, with the spread of single kernels.
     """
     inverted = inverted_shares()
     if machine.chip().architecture not in MEASURED_KERNELS:
         return inverted
     measured = inverted_shares(MEASURED_SHARES)
-    return replace(inverted, factors={**inverted.factors, **measured.factors})
+    return replace(inverted, factors={**inverted.factors, **measured.factors}, spread=measured.spread)
 
 
 def layout_name(channels_last: bool) -> str:

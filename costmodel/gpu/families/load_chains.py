@@ -24,7 +24,7 @@ import math
 
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Rearrangement, Reduction
 from costmodel.operators.layers import element_bytes
 
 _WARP = 32
@@ -44,6 +44,7 @@ _FUSED = ("adam", "adamw")
 # Bytes a cycle that a multiprocessor loads (of 64; 84 GB/s on H200, where 69 and 107 were measured); rows from
 # which blocks share the columns.
 _LOADED_BYTES, _SPLIT_ROWS = 48, 65536
+_GATHERED = 4  # elements of a thread of ``_scatter_gather_elementwise_kernel``: an index each, then the value
 _LANES = 128  # a multiprocessor's FP32 lanes since Ampere
 # Latencies of DRAM between the parts of a split reduction and their sum: written, fenced, counted (H200: 12 to 19 us
 # for gradients of biases whose bytes and rounds take 4 to 10, with the memset of the counters).
@@ -59,11 +60,13 @@ def chain_seconds(operator: object, machine: Machine, warm_bytes: float) -> floa
     if isinstance(operator, Reduction) and operator.kind in _NORM_PARAMETERS:
         return _norm_parameters_seconds(operator, machine)
     if isinstance(operator, Loss):
-        return _picking_seconds(operator, machine)
+        return _picking_seconds(operator, machine, warm_bytes)
     if isinstance(operator, Elementwise) and operator.chained:
         threads = operator.elements / operator.column
         waves = max(threads / (machine.chip().sm_count * machine.chip().max_threads), 1.0)
         return waves * operator.chained * _load_seconds(operator, machine, warm_bytes)
+    if isinstance(operator, Rearrangement) and operator.is_by_element:
+        return _GATHERED * 2 * _ROUND * latency(machine, 0)
     if isinstance(operator, OptimizerStep):
         return _multi_tensor_seconds(operator, machine)
     return 0.0
@@ -76,6 +79,11 @@ def handing_seconds(operator: object, machine: Machine) -> float:
     return _reduction_seconds(operator, machine, 0.0)[1]
 
 
+def busy_multiprocessors(operator: Reduction, machine: Machine) -> int:
+    """Multiprocessors that have blocks of ``operator``."""
+    return min(_reduction_seconds(operator, machine, 0.0)[2], machine.chip().sm_count)
+
+
 def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_bytes: float) -> float:
     """Mean latency of the loads of ``operator``."""
     traffic = operator.read_bytes + operator.write_bytes
@@ -84,8 +92,10 @@ def _load_seconds(operator: Reduction | Elementwise, machine: Machine, warm_byte
     return near + cold * (latency(machine, 1) - near)
 
 
-def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tuple[float, float]:
-    """Seconds of the rounds of a thread, whose loads take ``load`` seconds each, and of its block's part after that."""
+def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tuple[float, float, int]:
+    """Seconds of the rounds of a thread, whose loads take ``load`` seconds each, and of its block's part after that,
+    and the number of blocks.
+    """
     chip = machine.chip()
     outputs = max(operator.outputs, 1)
     values = max(operator.elements // outputs, 1)
@@ -108,13 +118,14 @@ def _reduction_seconds(operator: Reduction, machine: Machine, load: float) -> tu
     if shared and each >= _MOST_SPLIT and blocks <= resident:
         split = max(min(math.ceil(resident / blocks), math.ceil(each / _LEAST_SPLIT)), math.ceil(each / _MOST_SPLIT))
     waves = max(blocks * split / resident, 1.0)
-    together = _UNROLLED * (_NARROW if operator.contiguous and element_bytes(operator.dtype) <= _NARROW else 1)
+    streams = operator.contiguous and not operator.one_by_one
+    together = _UNROLLED * (_NARROW if streams and element_bytes(operator.dtype) <= _NARROW else 1)
     seconds = waves * math.ceil(each / split / together) * _ROUND * load
     if split == 1:
-        return seconds, 0.0
+        return seconds, 0.0, blocks
     parts = math.ceil(split / (width * height if operator.contiguous else height))
     handed = _HANDED_OVER * latency(machine, 1) + kernel_floor(machine)
-    return seconds, handed + parts * _ROUND * latency(machine, 0)
+    return seconds, handed + parts * _ROUND * latency(machine, 0), blocks * split
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
@@ -136,14 +147,17 @@ def _norm_parameters_seconds(operator: Reduction, machine: Machine) -> float:
     return operator.read_bytes / blocks / (_LOADED_BYTES * chip.clock_hz)
 
 
-def _picking_seconds(operator: Loss, machine: Machine) -> float:
+def _picking_seconds(operator: Loss, machine: Machine, warm_bytes: float) -> float:
     """Seconds of ``nll_loss_forward_reduce_cuda_kernel_2d``: one block, whose threads load a label and then a score of
-    each of their rows; 0 for other losses.
+    each of their rows, from DRAM where the scores do not fit L2; 0 for other losses.
     """
     if operator.kind != "nll" or operator.direction != "forward":
         return 0.0
     threads = 1 << int(min(max(math.log2(max(operator.rows, 1) / _LEAST_SPLIT), 5), 10))
-    return math.ceil(operator.rows / threads) * _ROUND * latency(machine, 1)
+    scores = operator.rows * operator.columns * element_bytes(operator.dtype)
+    near = latency(machine, 0)
+    load = near + max(1 - warm_bytes / scores, 0.0) * (latency(machine, 1) - near)
+    return math.ceil(operator.rows / threads) * _ROUND * load
 
 
 def _multi_tensor_seconds(operator: OptimizerStep, machine: Machine) -> float:

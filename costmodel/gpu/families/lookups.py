@@ -19,7 +19,7 @@ Waiting. A group of threads fetches the rows of its bag one by one (table-batche
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -212,6 +212,9 @@ _SECTOR, _FETCH = 32, 64  # bytes that L2 moves, and that it requests from DRAM 
 _ROW_OVERHEAD = 32  # bytes; see above
 _OCCUPANCY = 0.75  # share of the resident threads: 33 registers each in blocks of 512 (dlrm_8xV100)
 _BAG_ROWS_IN_FLIGHT = 4.0
+# PyTorch's ``vectorized_gather_kernel``: a block for each row, or 4 KiB of it (256 threads, 16 bytes each). Cycles from
+# the start of one block to that of the next on a multiprocessor: H200, 61,136 rows of 512 bytes in 39 us.
+_GATHERED, _START_CYCLES = 4096, 160
 # Sequential loads besides those of the rows: table, offsets, indices, output. For the update of rows accessed up to 32
 # times 11, for the search for other rows 2, for their update 18: kernels of `dlrm_8xV100` with 32 lookups (12 to 14 us,
 # 3 to 4 us) and with rows accessed more than 32 times (15 us and more), over the latency of a load.
@@ -221,7 +224,10 @@ _FORWARD_LOADS, _UPDATE_LOADS, _SEARCH_LOADS, _LONG_ROW_LOADS = 4, 11, 2, 18
 _WARP_SEGMENT, _BLOCK_SEGMENT, _BLOCK_GROUPS = 32, 1024, 32
 # aten/src/ATen/native/cuda/Embedding.cu: most lookups without a sort, from compute capability 9 on and before.
 _UNSORTED_INDICES, _UNSORTED_BEFORE = 4096, 3072
-_PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 7  # EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort
+# EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort (profile of PyTorch 2.11).
+_PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 9
+_MOST_THREADS, _MOST_BLOCKS = 1024, 32  # of a block; on a multiprocessor
+_FIND_LOADS = 2  # sequential loads in which a block finds its part of the lookups
 _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
 
 
@@ -370,9 +376,10 @@ def _forward(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     bag = entries.kernel == _BAG
     outputs = values * (entries.value + 8.0 * (bag & entries.maximum))
     lists = lookups * (entries.index_bytes * (1.0 + bag)) + 8 * entries.bags * (entries.kernel != _EMBEDDING)
-    wait = found.waits(found.misses, entries, machine)
+    # A bag's loop loads the number of a row, then the row.
+    wait = found.waits(found.misses, entries, machine) + bag * latency(machine, 0)
     flight = np.where(bag, _BAG_ROWS_IN_FLIGHT, 1.0)
-    return _stage(
+    stage = _stage(
         found.misses * _scattered(entries.row) + outputs + lists,
         found.l1_misses * _whole(entries.row, _SECTOR) + outputs + lists,
         lookups / flight * wait * _threads(entries),
@@ -380,6 +387,9 @@ def _forward(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
         _fixed(entries, 1, _FORWARD_LOADS, machine),
         machine,
     )
+    blocks = lookups * np.ceil(entries.row / _GATHERED) * (entries.kernel == _EMBEDDING)
+    chip = machine.chip()
+    return replace(stage, waiting=np.maximum(stage.waiting, blocks * _START_CYCLES / (chip.sm_count * chip.clock_hz)))
 
 
 def _clear(entries: Entries, machine: Machine) -> LookupStage:
@@ -404,7 +414,9 @@ def _sort(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """
     batched = entries.kernel == _BATCHED
     pair = np.where(batched, 12.0, 16.0)
-    bits = memory_bound.sort_bits(entries.total(entries.rows))[entries.operator]
+    # PyTorch sorts by all bits of its indices ("/*, 0, nbits*/" in Embedding.cu and EmbeddingBag.cu).
+    needed = memory_bound.sort_bits(entries.total(entries.rows))[entries.operator]
+    bits = np.where(batched, needed, 8 * entries.index_bytes)
     zero = np.zeros(len(entries.rows))
     dram = memory_bound.sort_traffic_seconds(entries.indices, bits, pair, machine)
     runs = (entries.indices * 12 + found.unique * 16) * batched / dram_bandwidth(machine)
@@ -441,20 +453,38 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
 
 
 def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """Stage that sums up to ten sorted lookups of a row in FP32, then these sums, and writes a dense gradient."""
-    gradients = np.where(entries.kernel == _EMBEDDING, entries.indices, found.gradient_misses)
-    partial = 2 * (found.unique + entries.indices / _PARTIAL_ROWS) * entries.dim * 4
+    """Stage that sums up to ten sorted lookups of a row in FP32, then these sums, and writes a dense gradient.
+
+    A thread block has the values of one sum. It loads place, bag and gradient of one lookup after the other (its loop
+    has conditions and is not unrolled); the second kernel has four sums on the way.
+    """
+    bag = entries.kernel == _BAG
+    gradients = np.where(bag, found.gradient_misses, entries.indices)
+    # Lookups of a row that are no multiple of ten leave half a sum on average.
+    sums = np.maximum(found.unique, entries.indices / _PARTIAL_ROWS + found.unique / 2)
+    near, find = latency(machine, 0), _FIND_LOADS * latency(machine, 1)
+    summing = find + entries.indices / sums * (found.waits(gradients, entries, machine) + (1 + bag) * near)
+    adding = find + sums / found.unique / _BAG_ROWS_IN_FLIGHT * near
+    partial = 2 * sums * entries.dim * 4
     lists = 32 * entries.indices
-    wait = found.waits(gradients, entries, machine)
-    longest = (_PARTIAL_ROWS + found.most_popular / _PARTIAL_ROWS) * latency(machine, 0)
-    return _stage(
+    stage = _stage(
         (gradients + found.unique) * _scattered(entries.row) + partial + lists,
         (entries.indices + found.unique) * _whole(entries.row, _SECTOR) + partial + lists,
-        entries.indices * wait * entries.dim / _BAG_ROWS_IN_FLIGHT,
-        longest,
-        _fixed(entries, _PARTIAL_LAUNCHES, _PARTIAL_LAUNCHES * _SEARCH_LOADS, machine),
+        np.zeros(len(entries.rows)),
+        summing + find + found.most_popular / _PARTIAL_ROWS / _BAG_ROWS_IN_FLIGHT * near,
+        _fixed(entries, _PARTIAL_LAUNCHES, 0, machine),
         machine,
     )
+    return replace(stage, waiting=(sums * summing + found.unique * adding) / _blocks(entries, machine))
+
+
+def _blocks(entries: Entries, machine: Machine) -> np.ndarray:
+    """Rows whose values have threads of their own, a block for up to 1,024, that the GPU holds at once."""
+    chip = machine.chip()
+    threads = 32 * np.ceil(entries.dim / 32)
+    block = np.minimum(threads, _MOST_THREADS)
+    resident = np.minimum(chip.max_threads // block, _MOST_BLOCKS)
+    return np.asarray(chip.sm_count * resident * block / threads)
 
 
 def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:

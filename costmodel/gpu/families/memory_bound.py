@@ -22,7 +22,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
-from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
+from costmodel.gpu.families.load_chains import busy_multiprocessors, chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import (
@@ -39,6 +39,7 @@ from costmodel.operators.layers import Pool2d, element_bytes
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
 # sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
 _SECTOR_BYTES = 32
+_INDEX_BYTES = 8
 _UNKNOWN = "unknown"
 # Share of L2 whose content a kernel finds or leaves. Vidur's additions in FP16 within layers: bytes over (time -
 # launch) against the DRAM bandwidth give 0.19 to 0.21 of L2 on A100 for traffic of 0.5 to 1 times L2, 0.20 to 0.35 on
@@ -51,7 +52,8 @@ _OWN_KERNELS = ("rotary", "silu_mul", "fused", "branches")
 # One by one: PyTorch's ``elementwise_kernel`` finds the place of every operand by divisions, ``unrolled_..`` converts
 # each. A profile of Qwen1.5 0.5B on H100 (TraceLens, 9.2 million elements) has products with a broadcast operand at 32
 # in FP32 and BF16, copies of permuted views, and sums and products of those, at 37 to 44, casts to FP32 at 35. Held
-# out: RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %.
+# out: RMS norms in parts and rotary embeddings of Liger on A100 go from -24 and -49 % to -8 and -20 %. Sums over
+# several dimensions do so too (H200: the gradient of a bias, 16 sums of 2,048 values by one block, in 10.4 us).
 _ONE_BY_ONE = 35.0
 # ``CatArrayBatchedCopy`` for parts that are not contiguous (H200: rotated halves of 4.2 million elements in 18 us).
 _CONCATENATED = 65.0
@@ -112,18 +114,21 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
 def _issue(operator: MemoryBoundOperator, machine: Machine) -> float:
     """Seconds of instructions of kernels that take an operand apart element by element, or filter; 0 for others."""
+    chip = machine.chip()
+    busy = chip.sm_count
     if isinstance(operator, Elementwise) and operator.instructions:
         count: float = operator.elements * operator.instructions
     elif isinstance(operator, Elementwise) and (operator.one_by_one or operator.kind == "branches"):
         count = operator.elements * (_BRANCHES if operator.kind == "branches" else _ONE_BY_ONE)
-    elif isinstance(operator, Rearrangement) and operator.kind == "transpose":
+    elif isinstance(operator, Rearrangement) and (operator.kind == "transpose" or operator.is_by_element):
         count = operator.elements * _ONE_BY_ONE
     elif isinstance(operator, Rearrangement) and operator.kind == "strided_concat":
         count = operator.elements * _CONCATENATED
+    elif isinstance(operator, Reduction) and operator.one_by_one:
+        count, busy = operator.elements * _ONE_BY_ONE, busy_multiprocessors(operator, machine)
     else:
         return 0.0
-    chip = machine.chip()
-    return count / (chip.sm_count * _UNITS * chip.clock_hz)
+    return count / (busy * _UNITS * chip.clock_hz)
 
 
 def memory_analysis(
@@ -161,6 +166,12 @@ def _blocks(operator: MemoryBoundOperator) -> float:
 def _traffic(operator: MemoryBoundOperator) -> float:
     """Bytes that ``operator`` moves, including the unused part of sectors."""
     size = float(operator.read_bytes + operator.write_bytes) if not isinstance(operator, Pool2d) else _pooled(operator)
+    if isinstance(operator, Rearrangement) and operator.kind == "gather":
+        read = size * _sector_loss(operator) - operator.write_bytes
+        if operator.source_elements:  # sectors are used again
+            source = operator.source_elements * element_bytes(operator.dtype)
+            read = min(read, max(source, operator.read_bytes))
+        return read + operator.write_bytes + _INDEX_BYTES * operator.elements / max(operator.inner, 1)
     if isinstance(operator, Rearrangement):
         return size * _sector_loss(operator)
     if isinstance(operator, Reduction) and not operator.contiguous:
@@ -244,7 +255,8 @@ def _link(machine: Machine, kind: str) -> Link:
     return link
 
 
-_BLOCK_PAIRS = 3072  # 2,304 pairs were sorted by one block, 4,736 in passes
+# Of keys of eight bytes: 256 threads, nine pairs each (cub's policies; `dlrm_8xV100`: 2,304 in one block, 4,736 not).
+_BLOCK_PAIRS = 2304
 _BLOCK_LOADS, _BLOCK_BITS, _BLOCK_PASS_CYCLES = 8, 6, 1400
 _HISTOGRAM_LOADS, _PASS_LOADS, _FIRST_PASS_LOADS, _PASS_BITS = 6, 10, 12, 8
 

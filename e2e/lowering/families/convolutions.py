@@ -5,11 +5,13 @@ forward and backward.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
-from costmodel.operators.device_work import ConvolutionBackward, Pooling, Reduction
+from costmodel.operators.device_work import ConvolutionBackward, Pooling
 from costmodel.operators.layers import DTYPE_BYTES, Conv2d
 from e2e.lowering.families.products import product_dtype
+from e2e.lowering.families.reductions import reduction
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -22,7 +24,6 @@ from e2e.lowering.families.work import (
     is_channels_last,
     lies_dense,
     memset,
-    numel,
     pair,
     priced_dtype,
     rearrangement,
@@ -212,8 +213,10 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     if wanted[1]:
         work.append(_work(call, forward, "weight", context))
     if wanted[2] and has_bias:
-        sums = Reduction("sum", numel(gradient), gradient.shape[1], priced_dtype(gradient), contiguous=False)
-        work.append(DeviceWork("aten::sum", (sums,), auxiliary=True))
+        sums = Tensor(-1, -1, (gradient.shape[1],), gradient.dtype, gradient.device)
+        others = tuple(each for each in range(len(gradient.shape)) if each != 1)
+        summed = reduction("sum", gradient, sums, context, "aten::sum", others, context.is_compiled(call))
+        work.append(replace(summed, auxiliary=True))
     return work
 
 

@@ -10,6 +10,7 @@ from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     Lowering,
+    argument,
     elementwise,
     gpu_inputs,
     gpu_outputs,
@@ -47,7 +48,7 @@ SIMPLE = (
     + ("sigmoid_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward")
     + ("hardsigmoid_backward", "softplus_backward", "mish_backward", "glu_backward", "log_sigmoid_backward")
     + ("logit_backward", "hardshrink_backward", "softshrink_backward", "mse_loss_backward", "_prelu_kernel_backward")
-    + ("smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward", "polar", "complex", "real")
+    + ("smooth_l1_loss_backward", "huber_loss_backward", "polar", "complex", "real")
     + ("conj_physical", "special_erf", "digamma", "lgamma", "addcmul_out", "_masked_scale", "positive", "gcd", "lcm")
 )
 
@@ -132,6 +133,20 @@ def _bce_with_logits(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [*work, DeviceWork("aten::mean", (mean,))]
 
 
+def _bce_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower ``binary_cross_entropy_backward(grad, self, target, weight, reduction)``; that of a mean is divided by the
+    number of elements in a kernel of its own (``binary_cross_entropy_backward_out_cuda`` in Loss.cu).
+    """
+    output = gpu_outputs(call)[0]
+    work = [elementwise(context, "binary_cross_entropy_backward", output, gpu_inputs(call), 1, call.name)]
+    if argument(call, 4, "reduction", _MEAN) == _MEAN:
+        work.append(elementwise(context, "div", output, [output], 1, "aten::div_"))
+    return work
+
+
+_MEAN = 1  # at::Reduction
+
+
 def in_place_forms(names: tuple[str, ...]) -> dict[str, str]:
     """Return operator name -> base name, for each operator and its in-place form."""
     forms = {f"aten::{name}": name for name in names}
@@ -144,4 +159,5 @@ TABLE: dict[str, Lowering] = {
     **{f"aten::{name}": _generated(name) for name in GENERATED},
     "aten::native_dropout": _dropout,
     "aten::binary_cross_entropy_with_logits": _bce_with_logits,
+    "aten::binary_cross_entropy_backward": _bce_backward,
 }

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from costmodel.operators.device_work import RadixSort
+from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering.families.work import (
     Context,
@@ -27,12 +28,13 @@ from e2e.lowering.families.work import (
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
-# Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu); more are
-# sorted by cub in a few passes.
-UNSORTED_INDICES = 3072
-# Its launches (traces of PyTorch 2.11): positions, histogram and its sums, eight digits, each with a memset; then the
-# segments of equal rows, counted, cut into parts and summed.
-_SORTING, _SUMMING = 21, 9
+# Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu), before and
+# from compute capability 9 on; more are sorted by cub in a few passes.
+_UNSORTED_INDICES = 3072, 4096
+# Launches (traces of PyTorch 2.11): positions, histogram and its sums, eight digits, each with a memset, or positions
+# and the sort of few by one block; then the segments of equal rows, counted, cut into parts and summed.
+_SORTING, _SORTING_FEW, _SUMMING = 21, 2, 9
+_FEW_INDICES = 2304
 _MAXIMUM = 2  # torch.nn.functional.embedding_bag: 0 sum, 1 mean, 2 max
 
 
@@ -51,9 +53,9 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     count = numel(indices)
     work = [fill(output, "aten::zero_")]
-    many = count > UNSORTED_INDICES
+    many = count > _UNSORTED_INDICES[context.options.seen_gpu.capability >= (9, 0)]
     if many:
-        work.append(replace(_sort(indices, output.shape[0]), launches=_SORTING))
+        work.append(_sort_all_bits(indices))
     record = EmbeddingLookup(
         output.shape[0], output.shape[1], count, count, dtype=priced_dtype(gradient), direction="backward"
     )
@@ -97,8 +99,8 @@ def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[Device
     )
     return [
         fill(output, "aten::zero_"),
-        _sort(indices, output.shape[0]),
-        DeviceWork(call.name, (record,)),
+        _sort_all_bits(indices),
+        DeviceWork(call.name, (record,), launches=_SUMMING),
     ]
 
 
@@ -124,9 +126,10 @@ def update_work(
     """
     counts = Tensor(-1, -1, indices.shape, "int32", indices.device)
     one = Tensor(-1, -1, (1,), "int32", indices.device)
+    rows = values // max(record.dim, 1)
     return [
         elementwise(context, "linearize", indices, [indices, counts], name="linearize_index"),
-        _sort(indices, values // max(record.dim, 1), pair_bytes=12, name="DeviceRadixSort"),
+        DeviceWork("DeviceRadixSort", (RadixSort(numel(indices), max((rows - 1).bit_length(), 1), 12),)),
         elementwise(context, "fill", one, (), name="DeviceCompactInit"),
         elementwise(context, "scan", counts, [indices], name="DeviceReduceByKey"),
         elementwise(context, "fill", one, (), name="DeviceScanInit"),
@@ -135,9 +138,11 @@ def update_work(
     ]
 
 
-def _sort(indices: Tensor, rows: int, pair_bytes: int = 16, name: str = "cub::DeviceRadixSort") -> DeviceWork:
-    """Return the radix sort of row numbers below ``rows`` with their positions, over the bits of the largest number."""
-    return DeviceWork(name, (RadixSort(numel(indices), max((rows - 1).bit_length(), 1), pair_bytes),))
+def _sort_all_bits(indices: Tensor) -> DeviceWork:
+    """Return PyTorch's radix sort of row numbers with their positions: over all bits, however few rows there are."""
+    size = element_bytes(indices.dtype)
+    launches = _SORTING_FEW if numel(indices) <= _FEW_INDICES else _SORTING
+    return DeviceWork("cub::DeviceRadixSort", (RadixSort(numel(indices), 8 * size, 2 * size),), launches=launches)
 
 
 def _shifted(call: OperatorCall) -> OperatorCall:

@@ -131,8 +131,10 @@ def _select(kind: str) -> Lowering:
 
 def _elements(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``gather`` and ``take``: one index per element, or one expanded index for a run of elements."""
+    source, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     inner = _expanded(gpu_inputs(call)[1:], context)
-    return [rearrangement("gather", gpu_outputs(call)[0], inner, name=call.name)]
+    record = Rearrangement("gather", numel(output), inner, priced_dtype(output), source_elements=numel(source))
+    return [DeviceWork(call.name, (record,))]
 
 
 def _expanded(others: Sequence[Tensor], context: Context) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil, log, prod
 
 from costmodel.operators.device_work import Elementwise, Loss, Reduction, Softmax
@@ -48,17 +49,45 @@ _FOURIER_POINTS, _FOURIER_PRIME = 4096, 127
 SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cumsum_")
 
 
-def reduction(kind: str, data: Tensor, output: Tensor, context: Context, name: str) -> DeviceWork:
-    """Return the reduction of ``data`` to ``output``; contiguous if the innermost dimension is reduced."""
-    record = Reduction(kind, numel(data), numel(output), priced_dtype(data), _innermost(data, output, context))
-    return DeviceWork(name, (record,))
+def reduction(
+    kind: str,
+    data: Tensor,
+    output: Tensor,
+    context: Context,
+    name: str,
+    dimensions: Value = None,
+    compiled: bool = False,
+) -> DeviceWork:
+    """Return the reduction of ``data`` to ``output`` along ``dimensions`` (default: those that the shapes tell);
+    contiguous if the innermost one is reduced, one by one (unless compiled) if those reduced do not follow each other
+    in memory.
+    """
+    reduced, stride = _reduced(data, output, dimensions), context.stride(data)
+    order = sorted((each for each, size in enumerate(data.shape) if size > 1), key=lambda each: stride[each])
+    inside = [each for each in order if each in reduced]
+    apart = not compiled and any(
+        stride[outer] != stride[inner] * data.shape[inner] for inner, outer in pairwise(inside)
+    )
+    contiguous = numel(output) == 1 or not order or order[0] in reduced
+    return DeviceWork(name, (Reduction(kind, numel(data), numel(output), priced_dtype(data), contiguous, apart),))
+
+
+def _reduced(data: Tensor, output: Tensor, dimensions: Value) -> set[int]:
+    rank, shape = len(data.shape), output.shape
+    if numel(output) == 1:
+        return set(range(rank))
+    if len(shape) == rank:
+        return {each for each in range(rank) if shape[each] != data.shape[each]}
+    told = {each % rank for each in integers(dimensions)}
+    return told or {each for each in range(rank) if data.shape[each] not in shape}
 
 
 def _summed(kind: str, data: Tensor, output: Tensor, context: Context, call: OperatorCall) -> list[DeviceWork]:
     """Return a reduction, and before it the memset of its counters if several blocks share an output
     (``setReduceConfig`` in Reduce.cuh: 256 values for each thread, of which 512 share a contiguous row, 4 a column).
     """
-    work = reduction(kind, data, output, context, call.name)
+    dimensions = argument(call, 2 if "norm" in kind else 1, "dim")
+    work = reduction(kind, data, output, context, call.name, dimensions, context.is_compiled(call))
     (record,) = work.operators
     assert isinstance(record, Reduction)
     shared = _VALUES * (_ROW_THREADS if record.contiguous else _COLUMN_THREADS)
@@ -68,16 +97,6 @@ def _summed(kind: str, data: Tensor, output: Tensor, context: Context, call: Ope
 
 
 _VALUES, _ROW_THREADS, _COLUMN_THREADS = 256, 512, 4
-
-
-def _innermost(data: Tensor, output: Tensor, context: Context) -> bool:
-    """True if the dimension with stride 1 is reduced."""
-    if not data.shape or numel(output) == 1:
-        return True
-    inner = min(range(len(data.shape)), key=lambda place: context.stride(data)[place])
-    if len(output.shape) == len(data.shape):
-        return output.shape[inner] == 1
-    return data.shape[inner] not in output.shape
 
 
 def _reduce(name: str) -> Lowering:
@@ -200,8 +219,7 @@ def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
 def _nll(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower the loss, which reads one score per row only."""
     data = tensor_argument(call, 0)
-    rows, _ = _classes(data.shape)
-    return [DeviceWork(call.name, (Loss("nll", rows, 1, priced_dtype(data)),))]
+    return [DeviceWork(call.name, (Loss("nll", *_classes(data.shape), priced_dtype(data)),))]
 
 
 def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.load_chains import chain_seconds, handing_seconds
+from costmodel.gpu.families.load_chains import busy_multiprocessors, chain_seconds, handing_seconds
 from costmodel.gpu.families.rates import kernel_floor, latency
 from costmodel.machines.machine_file import load_machine
-from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Rearrangement, Reduction
 
 H200 = load_machine("h200-sxm")
 NEAR, FAR = (latency(H200, level) for level in (0, 1))
@@ -37,6 +37,20 @@ def test_few_columns_of_many_rows_are_shared_by_blocks_that_hand_over_their_part
     assert chain(few) == pytest.approx(61 * 1.6 * NEAR) and handing_seconds(few, H200) == 0
 
 
+def test_a_sum_over_several_dimensions_finds_the_place_of_every_value():
+    """A bias' gradient on H200 (overheads-convolutions.json.gz): one block of 16 sums, 10.4 us and a launch."""
+    apart = Reduction("sum", 8 * 16 * 256, 16, one_by_one=True)
+    assert busy_multiprocessors(apart, H200) == 1
+    (found,) = gpu_cost_model(H200).estimate([apart])
+    assert found.seconds == pytest.approx(11.4e-6, rel=0.1)
+    issue = 8 * 16 * 256 * 35 / (64 * H200.chip().clock_hz)
+    assert found.seconds > issue + kernel_floor(H200)
+    # Blocks enough for all multiprocessors share the work; rows of 16 bits are not loaded twice as many at a time.
+    large = Reduction("sum", 64 * 256 * 3136, 256, "bfloat16", one_by_one=True)
+    assert busy_multiprocessors(large, H200) == 132
+    assert chain(large) >= chain(Reduction("sum", 64 * 256 * 3136, 256, "float32"))
+
+
 def test_kernels_of_their_own_are_no_reductions_of_this_kind():
     assert chain(Reduction("moments", 1 << 20, 2)) == 0
     assert chain(Elementwise("add", 1 << 20)) == 0
@@ -58,8 +72,10 @@ def test_a_multi_tensor_kernel_takes_as_long_as_a_chunk():
 
 
 def test_one_block_picks_the_scores_of_all_labels():
-    assert chain(Loss("nll", 700, 1)) == pytest.approx(22 * 1.6 * FAR)  # 32 threads
-    assert chain(Loss("nll", 4096, 1)) == pytest.approx(16 * 1.6 * FAR)  # 256 threads
+    assert chain(Loss("nll", 700, 10)) == pytest.approx(22 * 1.6 * NEAR)  # 32 threads
+    assert chain(Loss("nll", 4096, 10)) == pytest.approx(16 * 1.6 * NEAR)  # 256 threads
+    cold = chain_seconds(Loss("nll", 4096, 50257), H200, 0.0)
+    assert cold == pytest.approx(16 * 1.6 * FAR)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +90,8 @@ def test_one_block_picks_the_scores_of_all_labels():
         (Reduction("sum", 100352 * 384, 384, contiguous=False), 103e-6),
         (Reduction("sum", 4096 * 768, 768, "bfloat16", contiguous=False), 15.4e-6),
         (Elementwise("scan", 4 * 512 * 768, chained=1024, column=512), 139e-6),
+        (Rearrangement("gather", 26768688, source_elements=26768688), 129.6e-6),
+        (Rearrangement("gather", 1118170, source_elements=1118170), 6.6e-6),
     ],
 )
 def test_times_of_h200(operator, measured):

@@ -10,7 +10,7 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.convolution import Convolution, TensorConvolution, convolution_class, convolution_pieces
-from costmodel.gpu.families.family import InvertedShares, inverted_shares
+from costmodel.gpu.families.family import InvertedShares, inverted_shares, shares_of
 from costmodel.gpu.families.memory_bound import WARM_SHARE
 from costmodel.gpu.families.normalization import ImageKernels, image_class
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
@@ -371,6 +371,66 @@ def test_hopper_multiplies_planes_of_pointwise_convolutions_as_they_are():
         convolution_pieces([each], H200).terms["compute"][0] for each in (conv, replace(conv, channels_last=True))
     )
     assert 1.2 < planes / together < 2
+
+
+@pytest.mark.parametrize(
+    ("conv", "measured"),
+    [  # NCHW: turning alone would take 7 us; NHWC: 3 and 5 channels
+        (Conv2d(1, 3, 8, 8, 32, (3, 3), padding=(1, 1, 1, 1), dtype="bfloat16"), 4.96e-6),
+        (Conv2d(1, 3, 28, 28, 128, (3, 3), (2, 2), (1, 1, 1, 1), dtype="bfloat16"), 5.18e-6),
+        (Conv2d(168, 64, 17, 17, 384, (1, 1), dtype="tf32"), 58.4e-6),
+        (Conv2d(2, 5, 56, 56, 96, (7, 7), padding=(3, 3, 3, 3), dtype="tf32", channels_last=True), 28.6e-6),
+        (Conv2d(6, 3, 56, 56, 800, (7, 7), padding=(3, 3, 3, 3), dtype="bfloat16", channels_last=True), 231.6e-6),
+    ],
+)
+def test_hopper_convolves_few_channels_outside_the_tensor_cores(conv, measured):
+    (found,) = gpu_cost_model(H200).estimate([conv])
+    assert found.seconds == pytest.approx(measured, rel=0.27)
+    # A stem with a stride and NHWC channels of whole loads stay on them.
+    last = Conv2d(128, 3, 224, 224, 64, (7, 7), (2, 2), (3, 3, 3, 3), dtype="bfloat16", channels_last=True)
+    wide = replace(last, in_channels=8, stride=(1, 1))
+    for each in (last, wide):
+        (estimate,) = gpu_cost_model(H200).estimate([each])
+        pieces = convolution_pieces([each], H200)
+        factor = shares_of(H200).factor(pieces.names[0])
+        assert estimate.seconds == pytest.approx(factor * pieces.kernel[0] + kernel_floor(H200))
+
+
+SMALL = Conv2d(1, 224, 7, 7, 352, (3, 3), padding=(1, 1, 1, 1), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("operator", "steps", "measured"),
+    [
+        (Conv2d(1, 224, 56, 56, 64, (7, 7), padding=(3, 3, 3, 3), dtype="bfloat16"), 224 * 49 / 64, 79.8e-6),
+        (Conv2d(8, 96, 35, 35, 64, (5, 5), (2, 2), (2, 2, 2, 2), dtype="tf32"), 96 * 25 / 32, 36.7e-6),
+        (ConvolutionBackward(SMALL, "data"), 352 * 9 / 64, 29.4e-6),
+    ],
+)
+def test_few_blocks_of_hopper_take_a_step_for_128_bytes_of_the_sum(operator, steps, measured):
+    (kernel,) = convolution_pieces([operator], H200).kernel
+    assert kernel == pytest.approx(np.ceil(steps) * 0.3e-6)
+    (found,) = gpu_cost_model(H200).estimate([operator])
+    assert found.seconds == pytest.approx(measured, rel=0.25)
+
+
+def test_single_kernels_of_hopper_lie_in_the_interval_that_80_of_100_do():
+    conv = Conv2d(64, 64, 56, 56, 64, (3, 3), padding=(1, 1, 1, 1), dtype="tf32")
+    (found,) = gpu_cost_model(H200).estimate([conv])
+    assert found.upper / found.seconds == pytest.approx(np.exp(np.hypot(0.5, 0.15)))
+    (older,) = gpu_cost_model(load_machine("a100-sxm-80gb")).estimate([conv])
+    assert older.upper / older.seconds < 1.3
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "last", "wide"),
+    [(3, "bfloat16", False, True), (64, "tf32", True, True), (64, "tf32", False, False), (64, "float16", True, False)],
+)
+def test_depthwise_gradients_that_no_network_of_the_fit_has_are_unknown(channels, dtype, last, wide):
+    conv = Conv2d(8, channels, 28, 28, channels, (3, 3), padding=(1, 1, 1, 1), groups=channels, dtype=dtype)
+    weight = ConvolutionBackward(replace(conv, channels_last=last), "weight")
+    (found,) = gpu_cost_model(load_machine("a100-sxm-80gb")).estimate([weight])
+    assert (found.upper / found.seconds == pytest.approx(3)) == wide
 
 
 @pytest.mark.parametrize(

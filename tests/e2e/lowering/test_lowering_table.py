@@ -88,7 +88,7 @@ def test_convolution_and_its_gradients():
     assert records("aten::convolution_backward", wanted, (out(2, 3, 16, 16),)) == [
         ConvolutionBackward(forward, "data"),
         ConvolutionBackward(forward, "weight"),
-        Reduction("sum", 2 * 8 * 8 * 8, 8, contiguous=False),
+        Reduction("sum", 2 * 8 * 8 * 8, 8, one_by_one=True),
     ]
     first_layer = (gradient, data, weight, (0,), *tail[1:], (False, True, False))
     assert records("aten::convolution_backward", first_layer, (None, out(8, 3, 3, 3))) == [
@@ -279,7 +279,9 @@ def test_data_movement():
     ]  # fmt: skip
     index = t(5, dtype="int64")
     assert records("aten::index_select", (t(9, 8), 0, index), (out(5, 8),)) == [Rearrangement("gather", 40, 8)]
-    assert records("aten::gather", (t(9, 8), 1, t(9, 2, dtype="int64")), (out(9, 2),)) == [Rearrangement("gather", 18)]
+    assert records("aten::gather", (t(9, 8), 1, t(9, 2, dtype="int64")), (out(9, 2),)) == [
+        Rearrangement("gather", 18, source_elements=72)
+    ]
     assert records("aten::tril", (t(4, 4), 0), (out(4, 4),)) == [Rearrangement("tril", 16, 4)]
     scattered = (t(9, 8), 0, t(5, 8, dtype="int64"), t(5, 8))
     assert records("aten::scatter_add_", scattered, (t(9, 8),)) == [Rearrangement("scatter", 40)]
@@ -295,8 +297,10 @@ def test_embedding_and_its_dense_gradient(count: int, sorts: int):
     backward = records("aten::embedding_dense_backward", given, made)
     assert launches("aten::embedding_dense_backward", given, made) == (1 + 21 + 9 if sorts else 1 + 1)
     assert backward[0] == Elementwise("fill", 800, 0)
-    assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 7)] * sorts
+    assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 64)] * sorts
     assert backward[-1] == EmbeddingLookup(100, 8, count, count, direction="backward")
+    hopper = records("aten::embedding_dense_backward", given, made, seen_gpu=SeenGpu(capability=(9, 0)))
+    assert not any(isinstance(each, RadixSort) for each in hopper)  # up to 4,096
 
 
 def test_embedding_bag():
@@ -307,18 +311,40 @@ def test_embedding_bag():
     assert records("aten::_embedding_bag", single, (out(10, 8),)) == [maximum]
 
 
+@pytest.mark.parametrize(("count", "sorting"), [(2304, 2), (2305, 21)])
+def test_gradient_of_bags_sorts_all_bits(count: int, sorting: int):
+    given = (t(10, 8), t(count, dtype="int32"), t(count, dtype="int32"), t(10), t(0), 100, False, 0, None)
+    clear, sort, sums = records("aten::_embedding_bag_dense_backward", given, (out(100, 8),))
+    assert sort == RadixSort(count, 32, 8) and clear == Elementwise("fill", 800, 0)
+    assert sums == EmbeddingLookup(100, 8, count, 10, direction="backward")
+    assert launches("aten::_embedding_bag_dense_backward", given, (out(100, 8),)) == 1 + sorting + 9
+
+
 def test_reductions_and_what_they_keep():
     assert records("aten::sum", (t(4, 8), (0,), True), (out(1, 8),)) == [Reduction("sum", 32, 8, contiguous=False)]
     assert records("aten::sum", (t(4, 8), (1,), False), (out(4),)) == [Reduction("sum", 32, 4)]
     assert records("aten::mean", (t(4, 8),), (out(),)) == [Reduction("mean", 32, 1)]
+    assert records("aten::sum", (t(4, 4, 8), (0, 2), False), (out(4),)) == [Reduction("sum", 128, 4, one_by_one=True)]
+    assert records("aten::sum", (t(4, 4, 8), (0, 1), False), (out(8),)) == [Reduction("sum", 128, 8, contiguous=False)]
+    assert records("aten::sum", (t(4, 1, 8), (0, 2), True), (out(1, 1, 1),)) == [Reduction("sum", 32, 1)]
+    columns = t(4, 8, 9, stride=(72, 1, 8))  # rows follow each other in memory
+    assert records("aten::sum", (columns, (0, 2), False), (out(8),)) == [Reduction("sum", 288, 8, contiguous=False)]
     assert records("aten::max", (t(4, 8), t(4, 8)), (out(4, 8),)) == [Elementwise("max", 32, 2)]
 
 
 def test_losses():
     target = t(16, dtype="int64")
-    assert records("aten::nll_loss_forward", (t(16, 10), target, None, 1, -100), (out(), out())) == [Loss("nll", 16, 1)]
+    assert records("aten::nll_loss_forward", (t(16, 10), target, None, 1, -100), (out(), out())) == [
+        Loss("nll", 16, 10)
+    ]
     assert records("aten::mse_loss", (t(8), t(8), 1), (out(),)) == [Loss("mse", 8, 1), Reduction("mean", 8, 1)]
     assert len(records("aten::binary_cross_entropy_with_logits", (t(8), t(8)), (out(),))) == 5
+
+
+@pytest.mark.parametrize(("reduction", "kernels"), [(0, 1), (1, 2), (2, 1)])
+def test_the_gradient_of_a_mean_of_binary_losses_is_divided_afterwards(reduction: int, kernels: int):
+    given = (t(), t(8), t(8), None, reduction)
+    assert len(records("aten::binary_cross_entropy_backward", given, (out(8),))) == kernels
 
 
 def test_pooling():
