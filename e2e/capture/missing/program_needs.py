@@ -65,7 +65,7 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         return None
     file = error.filename
     if file is None:  # a library has looked for it
-        return f"{place}{error}; put it there: an empty file will do for weights, which are not read"
+        return f"{place}{error}; put it there (weights are not read: of them an empty file will do)"
     made_up = "" if hub.made_up else "give --data synthetic, where made-up data will do, or "
     way = f"{made_up}put a file of that form there, as small as the program takes it"
     return f"{place}opens {file}, which is not here; {way}"
