@@ -133,10 +133,14 @@ def experts_product(call: OperatorCall, context: Context, dtype: str, scaling: s
 
 
 def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower ``moe::each_mm`` and ``moe::each_gradient``: one kernel per expert."""
+    """Lower ``moe::each_mm`` and ``moe::each_gradient``: one kernel per expert.
+
+    In gradients of matrices the rows are turned: those of an odd number are as aligned as others.
+    """
     dtype = product_dtype(tensor_argument(call, 0), context)
     work = experts_product(call, context, dtype)
-    return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype),)) for m, n, k in by_expert(work)]
+    turned = work.wrt == "weight"
+    return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype, transpose_a=turned),)) for m, n, k in by_expert(work)]
 
 
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:

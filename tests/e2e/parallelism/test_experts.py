@@ -471,6 +471,10 @@ def test_transformer_engine_launches_a_product_for_every_expert():
         tuple(sorted((ROWS // EXPERTS, WIDTH, inner))) for inner in (INNER, 2 * INNER)
     }
     assert sum(work.flops for work in each) == sum(work.flops for work in grouped(together)) > 0
+    # Gradients of weights sum over the rows, whose number no kernel needs to divide: stored rows are as wide as layers.
+    gradients = [task.operators[0] for task in tasks_named(apart, "moe::each_gradient")]
+    assert {work.k for work in each if work.transpose_a} == {ROWS // EXPERTS}
+    assert [work.transpose_a for work in gradients].count(True) == len(gradients) == 2 * EXPERTS * LAYERS
 
 
 def test_casts_that_seek_their_scale_are_one_for_every_expert_and_others_one_for_all():
