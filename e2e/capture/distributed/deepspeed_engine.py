@@ -155,9 +155,11 @@ def make_optimizer(given: Any, configuration: Configuration, parameters: Any) ->
         return None
     kind = str(named.get("type", "")).lower()
     options = {key: value for key, value in _part(named, "params").items() if value != "auto"}
-    options.pop("torch_adam", None)
+    of_pytorch, weight_decay_apart = options.pop("torch_adam", False), options.pop("adam_w_mode", True)
+    decayed = torch.optim.AdamW if kind == "adamw" or weight_decay_apart else torch.optim.Adam
+    adam = decayed if of_pytorch else FusedAdam
     plain: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": FusedAdam, "adamw": FusedAdam
+        "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": adam, "adamw": adam
     }  # fmt: skip
     if kind not in plain:
         raise ModelError(f"DeepSpeed's optimizer {named.get('type')} is not captured; use Adam, AdamW, SGD or Adagrad")

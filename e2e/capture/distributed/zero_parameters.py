@@ -42,6 +42,11 @@ class ZeroParamStatus(Enum):
     NOT_AVAILABLE = 2
 
 
+def stream_of(settings: ZeroSettings) -> torch.cuda.Stream:
+    """Return the stream of collectives: without ``overlap_comm`` nothing runs beside them."""
+    return torch.cuda.Stream() if settings.overlap_comm else torch.cuda.current_stream()
+
+
 class PartedParameter:
     """Parameter of which each rank keeps a part; its memory as a whole comes and goes."""
 
@@ -88,7 +93,7 @@ class Gatherer:
 
     def __init__(self, settings: ZeroSettings, parted: dict[int, PartedParameter]) -> None:
         self._settings, self._parted = settings, parted
-        self._stream = torch.cuda.Stream()
+        self._stream = stream_of(settings)
         # Modules in the order in which they use their parameters, of the first pass; and the place in later ones.
         self._order: list[torch.nn.Module] = []
         self._known = False
@@ -196,7 +201,7 @@ class ZeroParameters:
             self._divide(group)
         self._bucket: list[PartedParameter] = []
         self._filled = 0
-        self._stream = torch.cuda.Stream()
+        self._stream = stream_of(settings)
         for part in module.modules():
             self._count(part)
             if self.gatherer.of(part):
@@ -238,24 +243,22 @@ class ZeroParameters:
 
     def _count(self, module: torch.nn.Module) -> None:
         """Count the functions of hooks around the passes of ``module``: those here stand for them and do not count."""
-        linear = _OF_LINEAR if isinstance(module, torch.nn.Linear) else 0
-
-        def count(functions: int = _OF_MODULE) -> None:
-            self._recorder.functions += functions
+        count = self._recorder.add_functions
+        functions = _OF_MODULE + (_OF_LINEAR if isinstance(module, torch.nn.Linear) else 0)
 
         def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             first = next(iter(_tensors(output)), None)
             if first is not None and first.requires_grad and torch.is_grad_enabled():
-                first.register_hook(lambda gradient: count())
+                first.register_hook(lambda gradient: count(_OF_MODULE))
 
-        module.register_forward_pre_hook(lambda module, inputs: count(_OF_MODULE + linear))
+        module.register_forward_pre_hook(lambda module, inputs: count(functions))
         module.register_forward_hook(leave)
 
     def begin_backward(self, boundary: bool) -> None:
         """Prepare a backward pass."""
 
     def _reduce(self, parameter: torch.nn.Parameter) -> None:
-        self._recorder.functions += _OF_GRADIENT
+        self._recorder.add_functions(_OF_GRADIENT)
         parted = self.parted[id(parameter)]
         if self._filled + parted.count > self.settings.reduce_bucket_size:
             self._scatter()

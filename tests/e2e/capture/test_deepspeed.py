@@ -13,6 +13,7 @@ from costmodel.operators.device_work import MemoryCopy
 from e2e.capture.distributed.deepspeed_engine import unread_parts
 from e2e.capture.distributed.deepspeed_package import names_deepspeed
 from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.distributed.zero_parameters import _OF_GRADIENT, _OF_LINEAR, _OF_MODULE
 from e2e.capture.launcher import Launch
 from e2e.lowering import host_operators, unknown_operators
 from e2e.lowering.lower_trace import lower_ranks
@@ -119,6 +120,25 @@ def test_a_parameter_that_the_program_uses_itself_is_gathered(tmp_path, monkeypa
 def test_one_fused_kernel_updates_all_parts(tmp_path):
     rank = first_rank(tmp_path, zero_optimization={"stage": 2})
     assert [task.name for task in rank.tasks].count("aten::_fused_adamw_") == 1
+    of_pytorch = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
+    rank = first_rank(tmp_path, zero_optimization={"stage": 2}, optimizer=of_pytorch)
+    assert not any("fused" in task.name for task in rank.tasks)
+
+
+def test_without_overlap_nothing_runs_beside_collectives(tmp_path):
+    streams = [
+        {task.stream for task in first_rank(tmp_path, zero_optimization=zero).tasks if task.collective is None}
+        for zero in ({"stage": 3, "overlap_comm": False}, {"stage": 3})
+    ]
+    assert [len(each) for each in streams] == [1, 2]
+
+
+def test_functions_of_hooks_count_in_stage_3_alone(tmp_path):
+    """At two passes of each of four layers and of their container, and at every gradient."""
+    traces = [capture_distributed(script(tmp_path, zero_optimization={"stage": each}), 4).traces for each in (2, 3)]
+    counted = [sum(call.functions for call in trace[0].calls) for trace in traces]
+    hooks = 2 * (LAYERS + 1) * _OF_MODULE + LAYERS * (_OF_GRADIENT + _OF_LINEAR)
+    assert counted[1] - counted[0] == pytest.approx(hooks, rel=0.1)
 
 
 @pytest.mark.parametrize(
