@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from costmodel.base.errors import ModelError
 from e2e.capture.known_values import know, known
+from e2e.capture.script_errors import OtherGpusError
 from e2e.step.options import SeenGpu
 
 # An overridden function hides those that it calls: for ``backward`` that would be a recomputed forward pass.
@@ -524,7 +525,7 @@ def _data_parallel_patches() -> list[tuple[Any, str, Any]]:
 
     def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_ids and len(device_ids) > 1:
-            raise ModelError(f"nn.DataParallel on {len(device_ids)} GPUs: give --gpus {len(device_ids)}")
+            raise OtherGpusError(f"nn.DataParallel on {len(device_ids)} GPUs", len(device_ids))
         torch.nn.Module.__init__(self)
         self.module, self.device_ids, self.output_device, self.dim = module, [0], 0, 0
 

@@ -56,7 +56,7 @@ from e2e.capture.periods import Differentiations
 from e2e.capture.recorder import RecordedStep, Recorder
 from e2e.capture.regions import Regions
 from e2e.capture.script import tf32_switches
-from e2e.capture.script_errors import MOST_CALLS, NotYetSent, reporting
+from e2e.capture.script_errors import MOST_CALLS, NotYetSent, OtherGpusError, reporting
 from e2e.capture.session import recording
 from e2e.capture.stand_ins import driver_tools, silent_loggers
 from e2e.capture.written_files import MOST_WRITTEN, kept_files
@@ -527,7 +527,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         def start(inner: Launch, count: int) -> None:
             try:
                 if count != place.world_size:
-                    raise ModelError(f"the program starts {count} processes of {inner.title}: give --gpus {count}")
+                    raise OtherGpusError(f"the program starts {count} processes of {inner.title}", count)
                 with reporting(inner.title):
                     _start(inner, hub)
             except (ModelError, InputError) as error:
@@ -622,7 +622,7 @@ def main(job_file: str, answer_file: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def answer(found: object) -> NoReturn:
-        if isinstance(found, Exception):
+        if isinstance(found, Exception) and not isinstance(found, OtherGpusError):
             found = (InputError if isinstance(found, InputError) else ModelError)(str(found))
         if os.getpid() == process:
             with open(answer_file, "wb") as file:

@@ -61,6 +61,17 @@ class EndlessStepError(ModelError):
         )
 
 
+class OtherGpusError(ModelError):
+    """Raised where a program is one of another number of ``gpus``."""
+
+    def __init__(self, said: str, gpus: int) -> None:
+        super().__init__(said, gpus)
+        self.said, self.gpus = said, gpus
+
+    def __str__(self) -> str:
+        return f"{self.said}: give --gpus {self.gpus}"
+
+
 @contextmanager
 def watched(count: Callable[[], int]) -> Iterator[None]:
     """Context that prints progress of a long capture on standard error, and raises :class:`EndlessStepError` after too
@@ -192,6 +203,8 @@ def reporting(reference: str) -> Iterator[None]:
         place = _place(reference, error)
         if str(error).startswith((place, reference)) or place == reference:
             raise
+        if isinstance(error, OtherGpusError):
+            raise OtherGpusError(f"{place}: {error.said}", error.gpus) from error
         raise ModelError(f"{place}: {error}") from error
     except SystemExit as error:
         said = f" saying {error.code!r}" if isinstance(error.code, str) else ""

@@ -16,6 +16,7 @@ from e2e.capture.missing.loaders import Loading
 from e2e.capture.program import Evaluation
 from e2e.capture.program_process import ProgramRanks
 from e2e.capture.script import kept
+from e2e.capture.script_errors import OtherGpusError
 from e2e.explain.prediction import Prediction, RareWork
 from e2e.sources.prepared_step import PreparedStep, cluster_of, on_machine, run_step, step_options
 from e2e.sources.requests import Program
@@ -46,7 +47,13 @@ def prepare(request: Program) -> PreparedStep:
             found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
         return found, ranks.told(found), ranks.evaluations(found), ranks.loading(found)
 
-    captured, told, evaluations, loading = kept(_key(request, options, gpus), capture)
+    try:
+        captured, told, evaluations, loading = kept(_key(request, options, gpus), capture)
+    except OtherGpusError as error:
+        if request.gpus or launch.gpus is not None:
+            raise
+        step = prepare(replace(request, gpus=error.gpus))
+        return replace(step, notes=(*step.notes, f"{error.said}: {error.gpus} GPUs taken, --gpus says otherwise"))
     compiled = options.compile or any(trace.compiled for trace in captured.traces)
     if options.compile:  # all of it, whatever the program compiles itself
         captured = replace(captured, traces=tuple(replace(trace, regions=None) for trace in captured.traces))

@@ -19,6 +19,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from costmodel.base.errors import ModelError
 from e2e.capture.python_calls import Uncounted
 from e2e.capture.recorder import Recorder
+from e2e.capture.script_errors import OtherGpusError
 
 # Bytes of a bucket of parameters or gradients (`torch.nn.parallel.comm`).
 _BUCKET_BYTES = 10 << 20
@@ -48,7 +49,7 @@ def data_parallel_patches(recorder: Recorder, in_job: Callable[[], bool]) -> Ite
                 "launcher, or use DistributedDataParallel"
             )
         if count not in (1, gpus):
-            raise ModelError(f"nn.DataParallel on {count} GPUs: give --gpus {count}")
+            raise OtherGpusError(f"nn.DataParallel on {count} GPUs", count)
         construct_alone(self, module, [0], output_device, dim)
         if count > 1:
             self.dim, self.output_device = dim, torch.cuda.current_device()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.launcher import Launch, parse_command
+from e2e.capture.script_errors import OtherGpusError
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def _program_of(command: Any) -> Launch | None:
 def _spawn(place: RankPlace) -> Any:
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
         if nprocs != min(place.gpus_per_node, place.world_size):
-            raise ModelError(f"the program starts {nprocs} processes: give --gpus {nprocs}")
+            raise OtherGpusError(f"the program starts {nprocs} processes", nprocs)
         fn(place.rank % nprocs, *args)
 
     return spawn

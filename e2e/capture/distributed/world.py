@@ -32,6 +32,7 @@ from e2e.capture.imports import Patches, patched_imports
 from e2e.capture.possible_values import all_true
 from e2e.capture.python_calls import uncounted
 from e2e.capture.recorder import Recorder
+from e2e.capture.script_errors import OtherGpusError
 
 
 def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
@@ -408,7 +409,7 @@ def _start_patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> It
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         count = kwargs.get("world_size", -1)
         if count not in (-1, None, gpus):
-            raise ModelError(f"the program's process group has {count} ranks: give --gpus {count}")
+            raise OtherGpusError(f"the program's process group has {count} ranks", count)
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
         if backend and ":" in backend:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too

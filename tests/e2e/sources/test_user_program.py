@@ -825,3 +825,31 @@ def test_a_program_that_is_ended_by_a_signal_is_told(folder: Path) -> None:
     (folder / "ended.py").write_text("import os\n\nos.kill(os.getpid(), 15)\n", encoding="utf-8")
     with pytest.raises(ModelError, match="^ended.py: its process ended without an answer, with signal SIGTERM$"):
         run(folder, "python ended.py")
+
+
+def test_a_program_that_starts_its_ranks_says_how_many_gpus_it_takes(tmp_path):
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+
+
+def work(rank, ranks):
+    torch.distributed.init_process_group("nccl", init_method="tcp://localhost:1234", rank=rank, world_size=ranks)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to(rank), [rank])
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, device=rank)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (4,), 4)
+""",
+        encoding="utf-8",
+    )
+    found = predict(command=["python", "train.py"], gpu="h100-sxm", folder=tmp_path)
+    assert found.gpus == 4 and [each.multiplicity for each in found.ranks] == [4]
+    assert any("starts 4 processes: 4 GPUs taken" in note for note in found.notes)
+    with pytest.raises(ModelError, match="starts 4 processes: give --gpus 4"):
+        predict(command=["python", "train.py"], gpu="h100-sxm", folder=tmp_path, gpus=2)
