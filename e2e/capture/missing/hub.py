@@ -45,6 +45,8 @@ class Hub:
     unknown: list[str] = field(default_factory=list)
     # Checkpoints that were asked for and are not there.
     states: list[str] = field(default_factory=list)
+    # Patterns by which the program found no file.
+    searched: list[str] = field(default_factory=list)
 
     def link(self, cache: Path) -> None:
         """Show the repositories of the machine's own ``cache`` too."""

@@ -19,6 +19,7 @@ from e2e.capture.missing.images import libraries_for_cuda, made_up_images
 from e2e.capture.missing.loaders import LoadedBatches, loaders_without_workers
 from e2e.capture.missing.shards import made_up_shards
 from e2e.capture.missing.sounds import made_up_sounds
+from e2e.capture.missing.token_files import searched_files
 from e2e.capture.missing.tokenizers import made_up_tokenizers
 from e2e.capture.missing.weights import weights_not_read
 from e2e.capture.script_lines import users_line
@@ -42,6 +43,7 @@ def needs_met(made_up: bool, folder: Path, note: Note, batches: LoadedBatches) -
             for made_up_data in (made_up_arrays, made_up_annotations, made_up_shards, made_up_sounds):
                 stack.enter_context(made_up_data(note))
             stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
+        stack.enter_context(searched_files(hub, made_up, folder, note))
         yield hub
 
 
@@ -61,16 +63,21 @@ def told_missing(error: BaseException, frames: Sequence[Any], hub: Hub) -> str |
         return f"{place}needs the network ({_shortened(error)}); fetch what it asks for once, where there is one"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"{place}writes a file of more than {MOST_WRITTEN >> 30} GiB; let it write less"
+    made_up = "" if hub.made_up else "give --data synthetic, where made-up data will do, or "
+    way = f"{made_up}put a file of that form there, as small as the program takes it"
+    if hub.searched and isinstance(error, _OF_NOTHING):
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"{place}{said}; it had found no file by {hub.searched[-1]}: {way}"
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return None
     file = error.filename
     if file is None:  # a library has looked for it
         return f"{place}{error}; put it there (weights are not read: of them an empty file will do)"
-    made_up = "" if hub.made_up else "give --data synthetic, where made-up data will do, or "
-    way = f"{made_up}put a file of that form there, as small as the program takes it"
     return f"{place}opens {file}, which is not here; {way}"
 
 
+# Errors of programs that go on without the files for which they have looked.
+_OF_NOTHING = (AssertionError, IndexError, StopIteration, ValueError, ZeroDivisionError)
 # Errors of the hub's libraries for what is not in its cache.
 _OFFLINE = re.compile(r"LocalEntryNotFound|OfflineMode|RepositoryNotFound|not a valid model identifier|offline mode")
 

@@ -650,3 +650,40 @@ def test_nvidia_smi_answers_queries(gpu: SeenGpu, tmp_path: Path) -> None:
         "1, NVIDIA H100 80GB HBM3, 81920 MiB",
     ]
     assert short == ["1, NVIDIA H100 80GB HBM3, 81920"]
+
+
+SHARDS = """
+import glob
+from pathlib import Path
+
+import numpy as np
+import torch
+
+files = [Path(name) for name in sorted(glob.glob("data/fineweb_train_*.bin"))]
+assert files, "no shards"
+header = torch.from_file(str(files[0]), False, 256, dtype=torch.int32)
+assert header[:2].tolist() == [20240520, 1]
+tokens = torch.empty(int(header[2]), dtype=torch.uint16)
+with files[0].open("rb", buffering=0) as file:
+    file.seek(256 * 4)
+    assert file.readinto(tokens.numpy()) == 2 * len(tokens)
+with open(next(Path("data").glob("fineweb_val_*.bin")), "rb") as file:
+    assert np.frombuffer(file.read(256 * 4), dtype=np.int32)[2] == len(tokens)
+ends = (tokens == 50256).nonzero().flatten()
+assert 600 < len(tokens) / len(ends) < 800 and ends.diff().min() > 1
+model = torch.nn.Embedding(50257, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for number in range(100):
+    model(tokens[number * 64 : (number + 1) * 64].int().cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_files_of_tokens_that_a_pattern_does_not_find(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDS, encoding="utf-8")
+    found = predict(command=["python", "train.py"], gpu="l40s", folder=tmp_path, data="synthetic")
+    assert [note for note in found.notes if "fineweb_train_000001.bin is not there: 33,554,432 tokens" in note]
+    told = r"train.py:9: AssertionError: no shards; it had found no file by data/fineweb_train_\*.bin: give --data"
+    with pytest.raises(ModelError, match=told):
+        predict(command=["python", "train.py"], gpu="l40s", folder=tmp_path)
+    assert not (tmp_path / "data").exists()
