@@ -5,8 +5,9 @@ Without a GPU PyTorch decides otherwise. Autocast is applied by device, and the 
 those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``), for the functions
 that a script can call. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` are decomposed into the operators of every time step:
 here they are recorded as on CUDA, one cuDNN call forward (``aten::_cudnn_rnn``) and one backward, with the arguments of
-the profiler's traces. ``aten::_fused_rms_norm`` has no derivative of its own and is decomposed into ten operators: on
-CUDA it is one kernel forward, one operator backward (PyTorch 2.9 and later).
+the profiler's traces; cells, which run one time step, as two products and one fused kernel. ``aten::_fused_rms_norm``
+has no derivative of its own and is decomposed into ten operators: on CUDA it is one kernel forward, one operator
+backward (PyTorch 2.9 and later).
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ from e2e.step.options import AttentionForm
 LOWER_PRECISION = frozenset(
     ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
     + ("addmm", "addmv", "addr", "matmul", "__matmul__", "einsum", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm")
-    + ("chain_matmul", "prelu", "scaled_dot_product_attention")
+    + (
+        "chain_matmul",
+        "prelu",
+        "scaled_dot_product_attention",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+    )
 )
 FULL_PRECISION = frozenset(
     ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh")
@@ -145,6 +154,56 @@ class CudnnRnn(torch.autograd.Function):
 
 
 CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # type: ignore[attr-defined] # PyTorch's node, and its host time
+
+
+# Name of the cell's function -> its fused kernel, gates, and what it keeps for the backward pass, in sizes of a state.
+# An LSTM has a second state; a GRU's gates of the state have gradients and a bias of their own.
+_CELLS = {"lstm_cell": ("aten::_thnn_fused_lstm_cell", 4, 4), "gru_cell": ("aten::_thnn_fused_gru_cell", 3, 5)}
+
+
+def recurrent_cell(name: str, func: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """Compute ``torch.lstm_cell`` or ``torch.gru_cell`` as CUDA does (``LSTMCell`` and ``GRUCell`` in RNN.cpp)."""
+    if kwargs or len(args) != 6 or args[0].device.type != "meta":
+        return func(*args, **kwargs)
+    data, state, of_data, of_state, *biases = args
+    hidden, cell = state if isinstance(state, (tuple, list)) else (state, None)
+    gates = torch.matmul(data, of_data.t()), torch.matmul(hidden, of_state.t())
+    found = FusedCell.apply(recorder, name, *gates, hidden if cell is None else cell, *biases)
+    return found[0] if cell is None else found[:2]
+
+
+class FusedCell(torch.autograd.Function):
+    """Fused kernel of a cell on the gates of data and state (batch, gates x hidden), a state and biases."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, name: str, *inputs: torch.Tensor | None) -> Any:
+        operator, _, kept = _CELLS[name]
+        ctx.recorder, ctx.cell, ctx.biased = recorder, name, inputs[3] is not None
+        state = inputs[2]
+        assert state is not None
+        with recorder.paused():
+            results = [torch.empty_like(state) for _ in range(2 if name == "lstm_cell" else 1)]
+            workspace = state.new_empty((*state.shape[:-1], kept * state.shape[-1]))
+        recorder.record_call(operator, inputs, (*results, workspace), {})
+        ctx.save_for_backward(state, workspace, *results[1:])
+        ctx.mark_non_differentiable(workspace)
+        return (*results, workspace)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state, workspace, *second = ctx.saved_tensors
+        operator, gates, _ = _CELLS[ctx.cell]
+        shape = (*state.shape[:-1], gates * state.shape[-1])
+        with ctx.recorder.paused():
+            of_gates = [state.new_empty(shape) for _ in range(1 if second else 2)]
+            of_state = torch.empty_like(state)
+        inputs = (*gradients[: 1 + len(second)], *((state, *second) if second else ()), workspace, ctx.biased)
+        ctx.recorder.record_call(f"{operator}_backward", inputs, (*of_gates, of_state), {})
+        of_biases = [each.sum(0) if ctx.biased else None for each in of_gates]
+        return None, None, of_gates[0], of_gates[-1], of_state, of_biases[0], of_biases[-1]
+
+
+FusedCell._backward_cls.__name__ = "ThnnFusedCellBackward0"  # type: ignore[attr-defined]
 
 
 def is_fused_norm(data: Any, weight: Any) -> bool:
@@ -270,6 +329,8 @@ class GpuDecisions(TorchFunctionMode):
             return attention(self._attention, func, *args, **kwargs)
         if name in RNN_MODES:
             return recurrent(self._recorder, name, func, args, dict(kwargs))
+        if name in _CELLS:
+            return recurrent_cell(name, func, self._recorder, *args, **kwargs)
         if name in ("grouped_mm", "_grouped_mm"):
             return grouped_mm(func, *args, **kwargs)
         return func(*args, **kwargs)

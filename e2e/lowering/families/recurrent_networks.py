@@ -110,7 +110,23 @@ def _backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return work
 
 
-TABLE: dict[str, Lowering] = {"aten::_cudnn_rnn": _forward, "aten::_cudnn_rnn_backward": _backward}
+def _cell(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower the fused kernel of an LSTM's or a GRU's cell: every tensor once, in sizes of a state."""
+    results = [each for each in call.outputs if isinstance(each, Tensor)]
+    state = min(results, key=numel)
+    read = sum(numel(each) for each in call.inputs if isinstance(each, Tensor) and len(each.shape) == len(state.shape))
+    size = max(numel(state), 1)
+    written = sum(map(numel, results))
+    kernel = Elementwise("fused", size, round(read / size), round(written / size), 0, priced_dtype(state))
+    return [DeviceWork(call.name, (kernel,))]
+
+
+_CELLS = ("lstm_cell", "lstm_cell_backward", "gru_cell", "gru_cell_backward")
+TABLE: dict[str, Lowering] = {
+    "aten::_cudnn_rnn": _forward,
+    "aten::_cudnn_rnn_backward": _backward,
+    **{f"aten::_thnn_fused_{name}": _cell for name in _CELLS},
+}
 
 
 _CHUNK = 64  # of Mamba 1's kernel, which has no visible chunks

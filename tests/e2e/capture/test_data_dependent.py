@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import ModelError
-from costmodel.operators.device_work import Gemm
+from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.capture.possible_values import true_share
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
@@ -267,6 +267,28 @@ def test_a_gru_in_both_directions_gives_the_right_shapes():
     graph = lower(captured(step, 4, 10, 8, module=network))
     assert shapes[-2:] == [(4, 10, 32), (2, 4, 16)]
     assert sum(name == "aten::_cudnn_rnn" for name in names(graph)) == 2 * (1 + 2 * 10)
+
+
+@pytest.mark.parametrize(("kind", "gates", "sums"), [(nn.LSTMCell, 4, 1), (nn.GRUCell, 3, 2)])
+def test_a_cell_is_two_products_and_one_fused_kernel(kind: type, gates: int, sums: int):
+    cell = kind(8, 16, device="meta")
+
+    def step(data: torch.Tensor) -> None:
+        state = cell(data)
+        hidden = cell(data, state)
+        (hidden[0] if isinstance(hidden, tuple) else hidden).sum().backward()
+
+    trace = captured(step, 4, 8, module=cell)
+    graph = lower(trace)
+    fused = f"aten::_thnn_fused_{kind.__name__.lower().replace('cell', '_cell')}"
+    tasks = Counter(task.name for task in graph.tasks)
+    assert tasks[fused] == tasks[f"{fused}_backward"] == 2
+    # Two products forward; backward the weights' two, and the state's of the second cell.
+    assert tasks["aten::mm"] == 2 * 2 + 2 * 2 + 1 and tasks["aten::sum"] == 2 * sums + 1
+    assert not any("sigmoid" in name or "tanh" in name for name in tasks)
+    first = next(task.operators[0] for task in graph.tasks if task.name == fused)
+    assert first == Elementwise("fused", 4 * 16, 2 * gates + 1, 6, 0, "float32")
+    assert all(each.grad is not None and each.grad.shape == each.shape for each in cell.parameters())
 
 
 @pytest.mark.parametrize("recurs", [True, False])
