@@ -13,12 +13,13 @@ backward (PyTorch 2.9 and later).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -58,12 +59,28 @@ WIDEST = frozenset(
 )
 
 
-def cast_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the arguments of the function ``name`` as autocast would; the casts are recorded like any operator.
+# Weights that the outermost autocast region has cast, which it does once (``cached_cast`` in autocast_mode.cpp), by id.
+_WEIGHTS: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    Weights are cast at each use: PyTorch caches the cast of a weight within one autocast region, which matters for
-    weights that are used more than once.
-    """
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Context in which the cast weights of an autocast region are forgotten at its end."""
+    clear = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        _WEIGHTS.clear()
+        clear()
+
+    try:
+        with patch.object(torch, "clear_autocast_cache", cleared):
+            yield
+    finally:
+        _WEIGHTS.clear()
+
+
+def cast_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the arguments of the function ``name`` as autocast would; the casts are recorded like any operator."""
     if name in LOWER_PRECISION:
         target = torch.get_autocast_dtype("cuda")
     elif name in FULL_PRECISION:
@@ -79,7 +96,13 @@ def cast_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _cast(value: Any, target: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         eligible = value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "meta"
-        return value.to(target) if eligible and value.dtype is not target else value
+        if not eligible or value.dtype is target:
+            return value
+        if not (value.requires_grad and value.is_leaf and value.dtype is torch.float32 and torch.is_grad_enabled()):
+            return value.to(target)
+        if id(value) not in _WEIGHTS:
+            _WEIGHTS[id(value)] = value, value.to(target)
+        return _WEIGHTS[id(value)][1]
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return type(value)(_cast(item, target) for item in value)
     return value

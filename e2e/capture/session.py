@@ -26,7 +26,7 @@ from e2e.capture.attention import flex_attention
 from e2e.capture.cuda_graphs import cuda_graphs
 from e2e.capture.cuda_packages import triton_language
 from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
-from e2e.capture.gpu_decisions import GpuDecisions
+from e2e.capture.gpu_decisions import GpuDecisions, weights_cast_once
 from e2e.capture.imports import patched_imports
 from e2e.capture.linear_attention import linear_attention_kernels
 from e2e.capture.possible_values import true_share
@@ -289,6 +289,7 @@ def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> 
         recorder.decisions = lambda: GpuDecisions(recorder, options.form)
         if recorder.custom is not None:
             stack.enter_context(recorder.custom.noticed())
+        stack.enter_context(weights_cast_once())
         stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(_told_selections(recorder))
         stack.enter_context(recorder)

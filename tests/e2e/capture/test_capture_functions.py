@@ -201,7 +201,27 @@ def test_autocast_casts_products_down_and_softmax_up():
 
     names = counts(record(step))
     assert seen == {"linear": torch.bfloat16, "softmax": torch.float32, "after": torch.float32}
-    assert names["aten::_to_copy"] == 7
+    assert names["aten::_to_copy"] == 2 + 2 + 1  # inputs and weights of products, the latter once, and of softmax
+
+
+def test_an_autocast_region_casts_each_weight_once():
+    layer = torch.nn.Linear(8, 8, device="meta")
+
+    def step() -> None:
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                first = layer(torch.empty(4, 8, device="meta", dtype=torch.bfloat16))
+                with torch.no_grad():
+                    layer(first)
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    second = layer(first)
+            second.sum().backward()
+
+    trace = record(step)
+    # In each region weight and bias with gradients and without; backward one of each, their gradients in float32.
+    casts = Counter(call.phase for call in trace.calls if call.name == "aten::_to_copy")
+    assert casts == {"forward": 2 * (2 + 2), "backward": 2 * 2}
+    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
 
 
 def test_cuda_means_the_device_without_memory():
