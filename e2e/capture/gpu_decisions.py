@@ -120,22 +120,30 @@ _LSTM = RNN_MODES["lstm"]
 
 
 def recurrent(recorder: Recorder, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the results of ``torch.lstm`` and similar. Packed sequences and projections run operator by operator."""
-    if kwargs or len(args) != 9 or not isinstance(args[2], (tuple, list)) or not isinstance(args[3], bool):
+    """Return the results of ``torch.lstm`` and similar. Projections run operator by operator."""
+    sizes: list[int] = []
+    if kwargs or len(args) != 9:
         return func(*args, **kwargs)
-    data, states, weights, has_bias, layers, dropout, train, bidirectional, batch_first = args
+    if isinstance(args[3], (tuple, list)):  # sequences that are packed: their number at each time step
+        data, counts, states, weights, has_bias, layers, dropout, train, bidirectional = args
+        if counts.device.type != "cpu":
+            return func(*args, **kwargs)
+        with recorder.paused():
+            batch_first, sizes = False, counts.tolist()
+    else:
+        data, states, weights, has_bias, layers, dropout, train, bidirectional, batch_first = args
     hidden, cell = states if isinstance(states, (tuple, list)) else (states, None)
     per_layer = (4 if has_bias else 2) * (2 if bidirectional else 1)
-    if data.device.type != "meta" or data.dim() != 3 or len(weights) != per_layer * layers:
+    if data.device.type != "meta" or data.dim() != (2 if sizes else 3) or len(weights) != per_layer * layers:
         return func(*args, **kwargs)
-    numbers = (RNN_MODES[name], hidden.shape[-1], 0, layers, batch_first, dropout, train, bidirectional)
+    numbers = (RNN_MODES[name], hidden.shape[-1], 0, layers, batch_first, dropout, train, bidirectional, sizes)
     output, last, last_cell = CudnnRnn.apply(recorder, numbers, data, hidden, cell, *weights)
     return (output, last, last_cell) if RNN_MODES[name] == _LSTM else (output, last)
 
 
 class CudnnRnn(torch.autograd.Function):
-    """cuDNN call on ``data`` (time, batch, width), or batch first; ``hidden`` and ``cell`` (layers x directions, batch,
-    hidden).
+    """cuDNN call on ``data`` (time, batch, width), or batch first, or (rows, width) of packed sequences; ``hidden`` and
+    ``cell`` (layers x directions, batch, hidden).
     """
 
     @staticmethod
@@ -150,12 +158,12 @@ class CudnnRnn(torch.autograd.Function):
     ) -> Any:
         ctx.recorder, ctx.numbers = recorder, numbers
         ctx.save_for_backward(data, hidden, *weights)
-        _, size, _, layers, _, _, _, bidirectional = numbers
+        _, size, _, layers, _, _, _, bidirectional, _ = numbers
         with recorder.paused():
-            output = data.new_empty((*data.shape[:2], size * (2 if bidirectional else 1)))
+            output = data.new_empty((*data.shape[:-1], size * (2 if bidirectional else 1)))
             last = torch.empty_like(hidden)
             last_cell = data.new_empty(0) if cell is None else torch.empty_like(cell)
-        inputs = (data, list(weights), len(weights) // layers, None, hidden, cell, *numbers, [], None)
+        inputs = (data, list(weights), len(weights) // layers, None, hidden, cell, *numbers, None)
         recorder.record_call("aten::_cudnn_rnn", inputs, (output, last, last_cell), {})
         return output, last, last_cell
 
@@ -170,7 +178,7 @@ class CudnnRnn(torch.autograd.Function):
             of_weights = [torch.empty_like(weight) for weight in weights]
         per_layer = len(weights) // ctx.numbers[3]
         states = (hidden, of_cell, gradients[0], *gradients)
-        inputs = (data, weights, per_layer, None, *states, *ctx.numbers, [], None, None)
+        inputs = (data, weights, per_layer, None, *states, *ctx.numbers, None, None)
         outputs = (of_data, of_hidden, of_cell, of_weights)
         ctx.recorder.record_call("aten::_cudnn_rnn_backward", inputs, outputs, {})
         return (None, None, of_data, of_hidden, of_cell, *of_weights)

@@ -40,10 +40,9 @@ _FORWARD, _BACKWARD = 6, 10
 
 @dataclass(frozen=True)
 class _Network:
-    """Sizes of all layers; ``gates``: rows of a weight per hidden unit."""
+    """Sizes of all layers; ``gates``: rows of a weight per hidden unit; ``batches``: sequences at each time step."""
 
-    steps: int
-    batch: int
+    batches: tuple[int, ...]
     width: int
     hidden: int
     gates: int
@@ -58,49 +57,52 @@ class _Network:
             for _ in range(self.directions):
                 yield self.hidden * self.directions if layer else self.width
 
-    def pointwise(self) -> Elementwise:
+    def pointwise(self, batch: int) -> Elementwise:
         """Return the kernel of one time step's gates: reads pre-activations and state, writes state and gates."""
-        return Elementwise("fused", self.batch * self.hidden, 2 * self.gates + 1, self.gates + 1, 0, self.dtype)
+        return Elementwise("fused", batch * self.hidden, 2 * self.gates + 1, self.gates + 1, 0, self.dtype)
 
 
 def _network(call: OperatorCall, context: Context, first: int) -> _Network:
     data = tensor_argument(call, 0)
-    mode, hidden, projection, layers, batch_first, _, _, both = (argument(call, first + place) for place in range(8))
+    numbers = (argument(call, first + place) for place in range(9))
+    mode, hidden, projection, layers, batch_first, _, _, both, sizes = numbers
     if not isinstance(mode, int) or not isinstance(hidden, int) or not isinstance(layers, int) or projection:
         raise UnforeseenCall
-    if len(data.shape) != 3 or not 0 <= mode < len(_GATES):
+    packed = tuple(each for each in sizes if isinstance(each, int)) if isinstance(sizes, (tuple, list)) else ()
+    if len(data.shape) != (2 if packed else 3) or not 0 <= mode < len(_GATES):
         raise UnforeseenCall
-    steps, batch = (data.shape[1], data.shape[0]) if batch_first else (data.shape[0], data.shape[1])
+    steps, batch = data.shape[:2] if not batch_first else data.shape[1::-1]
+    batches = packed or (batch,) * steps
     product = product_dtype(data, context, context.options.switches.recurrent)
     return _Network(
-        steps, batch, data.shape[2], hidden, _GATES[mode], layers, 2 if both else 1, priced_dtype(data), product
+        batches, data.shape[-1], hidden, _GATES[mode], layers, 2 if both else 1, priced_dtype(data), product
     )
 
 
 def _forward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     net = _network(call, context, _FORWARD)
     rows = net.gates * net.hidden
-    step = [
-        DeviceWork(call.name, (Gemm(1, net.batch, rows, net.hidden, net.product, transpose_b=True),)),
-        DeviceWork(call.name, (net.pointwise(),)),
-    ]
+    steps: list[DeviceWork] = []
+    for batch in net.batches:
+        product = Gemm(1, batch, rows, net.hidden, net.product, transpose_b=True)
+        steps += [DeviceWork(call.name, (product,)), DeviceWork(call.name, (net.pointwise(batch),))]
     work: list[DeviceWork] = []
     for width in net.widths():
-        inputs = Gemm(1, net.steps * net.batch, rows, width, net.product, transpose_b=True)
-        work += [DeviceWork(call.name, (inputs,)), *step * net.steps]
+        inputs = Gemm(1, sum(net.batches), rows, width, net.product, transpose_b=True)
+        work += [DeviceWork(call.name, (inputs,)), *steps]
     return work
 
 
 def _backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     net = _network(call, context, _BACKWARD)
-    rows, all_steps = net.gates * net.hidden, net.steps * net.batch
-    step = [
-        DeviceWork(call.name, (net.pointwise(),)),
-        DeviceWork(call.name, (Gemm(1, net.batch, net.hidden, rows, net.product),)),
-    ]
+    rows, all_steps = net.gates * net.hidden, sum(net.batches)
+    steps: list[DeviceWork] = []
+    for batch in reversed(net.batches):
+        product = Gemm(1, batch, net.hidden, rows, net.product)
+        steps += [DeviceWork(call.name, (net.pointwise(batch),)), DeviceWork(call.name, (product,))]
     work: list[DeviceWork] = []
     for width in net.widths():
-        work += step * net.steps
+        work += steps
         products = (
             Gemm(1, all_steps, width, rows, net.product),
             Gemm(1, rows, width, all_steps, net.product, transpose_a=True),

@@ -256,6 +256,25 @@ def test_an_lstm_is_one_call_each_way_and_its_launches_are_those_of_time_steps()
     assert all(parameter.grad is not None for parameter in network.parameters())
 
 
+def test_packed_sequences_are_one_call_too_and_their_steps_have_fewer_and_fewer_rows():
+    network = nn.LSTM(8, 16, device="meta")
+
+    def step(data: torch.Tensor) -> None:
+        packed = nn.utils.rnn.pack_padded_sequence(data, torch.tensor([5, 3, 3], device="cpu"))
+        output, _ = nn.utils.rnn.pad_packed_sequence(network(packed)[0])
+        assert output.shape == (5, 3, 16)
+        output.sum().backward()
+
+    trace = captured(step, 5, 3, 8, module=network)
+    calls = Counter(call.name for call in trace.calls)
+    assert calls["aten::_cudnn_rnn"] == calls["aten::_cudnn_rnn_backward"] == 1
+    products: dict[str, list[int]] = {"aten::_cudnn_rnn": [], "aten::_cudnn_rnn_backward": []}
+    for task in lower(trace).tasks:
+        products.get(task.name, []).extend(each.m for each in task.operators if isinstance(each, Gemm))
+    assert products["aten::_cudnn_rnn"] == [11, 3, 3, 3, 1, 1]
+    assert products["aten::_cudnn_rnn_backward"] == [1, 1, 3, 3, 3, 11, 64, 64]
+
+
 def test_a_gru_in_both_directions_gives_the_right_shapes():
     network = nn.GRU(8, 16, bidirectional=True, batch_first=True, device="meta")
     shapes: list[torch.Size] = []
