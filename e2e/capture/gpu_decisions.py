@@ -237,6 +237,57 @@ class FusedCell(torch.autograd.Function):
 FusedCell._backward_cls.__name__ = "ThnnFusedCellBackward0"  # type: ignore[attr-defined]
 
 
+_MEAN, _SUM = 1, 2  # PyTorch's numbers of reductions
+
+
+def ctc_loss(
+    func: Any,
+    recorder: Recorder,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Compute ``torch.ctc_loss`` on (time, batch, classes) by PyTorch's own kernel; lengths may be on the host."""
+    if log_probs.device.type != "meta":
+        return func(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    alone = log_probs.dim() == 2
+    batch = log_probs.unsqueeze(1) if alone else log_probs
+    longest = targets.shape[-1] if targets.dim() == 2 or alone else -(-targets.numel() // batch.shape[1])
+    losses = CtcLoss.apply(recorder, batch, longest)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, 0.0, losses)
+    if reduction == _MEAN:
+        return (losses / torch.ones_like(losses)).mean()
+    return losses.sum() if reduction == _SUM else losses.squeeze(0) if alone else losses
+
+
+class CtcLoss(torch.autograd.Function):
+    """CTC losses (batch) of log probabilities (time, batch, classes) for targets of ``longest`` labels at most."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, log_probs: torch.Tensor, longest: int) -> torch.Tensor:
+        steps, batch, _ = log_probs.shape
+        with recorder.paused():
+            losses, alphas = log_probs.new_empty(batch), log_probs.new_empty((batch, steps, 2 * longest + 1))
+        recorder.record_call("aten::_ctc_loss", (log_probs,), (losses, alphas), {})
+        ctx.recorder = recorder
+        ctx.save_for_backward(log_probs, losses, alphas)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        log_probs, losses, alphas = ctx.saved_tensors
+        with ctx.recorder.paused():
+            found = torch.empty_like(log_probs)
+        inputs = (*gradients, log_probs, losses, alphas)
+        ctx.recorder.record_call("aten::_ctc_loss_backward", inputs, (found,), {})
+        return None, found, None
+
+
 def is_fused_norm(data: Any, weight: Any) -> bool:
     """True under the conditions of ``rms_norm`` in layer_norm.cpp: real numbers, and a weight of the same type."""
     plain = type(data) is torch.Tensor and data.device.type == "meta" and not data.is_complex()
@@ -362,6 +413,8 @@ class GpuDecisions(TorchFunctionMode):
             return recurrent(self._recorder, name, func, args, dict(kwargs))
         if name in _CELLS:
             return recurrent_cell(name, func, self._recorder, *args, **kwargs)
+        if name == "ctc_loss":
+            return ctc_loss(func, self._recorder, *args, **kwargs)
         if name in ("grouped_mm", "_grouped_mm"):
             return grouped_mm(func, *args, **kwargs)
         return func(*args, **kwargs)

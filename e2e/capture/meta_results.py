@@ -27,6 +27,8 @@ from e2e.capture.script_lines import flag_of_running_line
 aten = torch.ops.aten
 # Real numbers of the host, at most, that are known on the GPU: boxes and key points of an image.
 _FEW = 4096
+# Largest bound that only degenerate numbers lie below.
+_TINY = 1e-6
 # Bytes of zeros that are not written at once.
 _LARGE = 1 << 20
 
@@ -95,6 +97,14 @@ def _read_scalar(func: Any, tensor: torch.Tensor) -> Any:
 def _any(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     result = func(tensor, *args, **kwargs)
     if _is_meta(result):
+        result._any_of = True
+    return result
+
+
+def _below(func: Any, tensor: torch.Tensor, bound: Any) -> Any:
+    """Return a flag that is read as false where numbers are compared with next to nothing (``istft``'s window)."""
+    result = func(tensor, bound)
+    if _is_meta(result) and 0 < abs(bound) <= _TINY:
         result._any_of = True
     return result
 
@@ -255,6 +265,8 @@ def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | N
 def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
     if not _is_meta(first) and not _is_meta(second):
         return func(first, second)
+    if getattr(first, "_any_of", False):  # false, which is compared with true (`istft`)
+        return False
     values = [known(each) if _is_meta(each) else each for each in (first, second)]
     return func(*values) if all(each is not None for each in values) else True
 
@@ -296,6 +308,7 @@ def _laid_out(result: Any, sources: Sequence[torch.Tensor]) -> Any:
 _FOREACH_ALIKE = frozenset(f"aten::_foreach_{name}" for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"))
 _SPECIAL: dict[Any, Any] = {
     aten._local_scalar_dense.default: _read_scalar,
+    aten.lt.Scalar: _below,
     aten.any.default: _any,
     aten._to_copy.default: _copy_to,
     aten.copy_.default: _copy_into,

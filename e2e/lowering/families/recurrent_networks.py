@@ -1,4 +1,4 @@
-"""Recurrent layers: cuDNN's LSTM, GRU and RNN, and the fused kernels of linear attention.
+"""Recurrent layers: cuDNN's LSTM, GRU and RNN, the fused kernels of linear attention, and CTC's loss over time steps.
 
 cuDNN, its standard algorithm: per layer and direction one product of all time steps' inputs with the input weights;
 then for each time step the product of the state with the recurrent weights and the element-wise kernel of the gates.
@@ -123,10 +123,35 @@ def _cell(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [DeviceWork(call.name, (kernel,))]
 
 
+def _ctc_steps(call: OperatorCall, alphas: Tensor) -> DeviceWork:
+    """Return the kernel of CTC's sums (batch, time, states), which goes from one time step to the next."""
+    batch, steps, states = alphas.shape
+    step = Elementwise("fused", max(batch * states, 1), 3, 1, 0, priced_dtype(alphas))
+    return DeviceWork(call.name, (step,) * steps)
+
+
+def _ctc_loss(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    alphas = call.outputs[1]
+    if not isinstance(alphas, Tensor) or len(alphas.shape) != 3:
+        raise UnforeseenCall
+    return [_ctc_steps(call, alphas)]
+
+
+def _ctc_loss_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Lower the sums from the end, and the gradients of all time steps by them."""
+    log_probs, alphas = tensor_argument(call, 1), tensor_argument(call, 3)
+    if len(alphas.shape) != 3:
+        raise UnforeseenCall
+    gradients = Elementwise("fused", max(numel(log_probs), 1), 2, 1, 0, priced_dtype(log_probs))
+    return [_ctc_steps(call, alphas), DeviceWork(call.name, (gradients,))]
+
+
 _CELLS = ("lstm_cell", "lstm_cell_backward", "gru_cell", "gru_cell_backward")
 TABLE: dict[str, Lowering] = {
     "aten::_cudnn_rnn": _forward,
     "aten::_cudnn_rnn_backward": _backward,
+    "aten::_ctc_loss": _ctc_loss,
+    "aten::_ctc_loss_backward": _ctc_loss_backward,
     **{f"aten::_thnn_fused_{name}": _cell for name in _CELLS},
 }
 

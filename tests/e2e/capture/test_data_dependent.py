@@ -275,6 +275,35 @@ def test_packed_sequences_are_one_call_too_and_their_steps_have_fewer_and_fewer_
     assert products["aten::_cudnn_rnn_backward"] == [1, 1, 3, 3, 3, 11, 64, 64]
 
 
+@pytest.mark.parametrize("host", [True, False])
+def test_ctc_takes_its_lengths_from_the_host_and_goes_step_by_step(host: bool):
+    place = "cpu" if host else "meta"
+    layer = nn.Linear(8, 32, device="meta")
+
+    def step(data: torch.Tensor) -> None:
+        targets = torch.randint(1, 32, (60,) if host else (3, 20), device=place)
+        lengths = torch.full((3,), 10, device=place), torch.full((3,), 20, device=place)
+        loss = nn.functional.ctc_loss(layer(data).log_softmax(-1), targets, *lengths, zero_infinity=True)
+        assert loss.shape == ()
+        loss.backward()
+
+    graph = lower(captured(step, 10, 3, 8, module=layer))
+    steps = (Elementwise("fused", 3 * 41, 3, 1, 0, "float32"),) * 10
+    tasks = [task.operators for task in graph.tasks if "_ctc_loss" in task.name]
+    assert tasks == [steps, steps, (Elementwise("fused", 10 * 3 * 32, 2, 1, 0, "float32"),)]
+    assert layer.weight.grad is not None
+
+
+def test_the_inverse_of_a_spectrogram_is_taken_to_have_a_proper_window():
+    window = torch.ones(16, device="meta")
+
+    def step(data: torch.Tensor) -> None:
+        there = torch.stft(data, 16, 4, window=window, return_complex=True)
+        assert torch.istft(there, 16, 4, window=window).shape == (2, 64)
+
+    assert "aten::_fft_c2r" in names(lower(captured(step, 2, 64)))
+
+
 def test_a_gru_in_both_directions_gives_the_right_shapes():
     network = nn.GRU(8, 16, bidirectional=True, batch_first=True, device="meta")
     shapes: list[torch.Size] = []
