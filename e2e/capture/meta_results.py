@@ -322,6 +322,7 @@ _SPECIAL: dict[Any, Any] = {
     aten.batch_norm_gather_stats_with_counts.default: _shared_moments,
     aten.batch_norm_backward_reduce.default: _shared_moments,
     aten.batch_norm_elemt.default: _like_first,
+    aten._dirichlet_grad.default: _like_first,
     aten.batch_norm_backward_elemt.default: _like_first,
     aten.bincount.default: _bincount,
     aten.histc.default: _histc,

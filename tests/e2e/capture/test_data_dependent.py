@@ -304,6 +304,17 @@ def test_the_inverse_of_a_spectrogram_is_taken_to_have_a_proper_window():
     assert "aten::_fft_c2r" in names(lower(captured(step, 2, 64)))
 
 
+def test_samples_of_a_beta_distribution_have_gradients():
+    layer = nn.Linear(8, 2, device="meta")
+
+    def step(data: torch.Tensor) -> None:
+        first, second = layer(data).exp().unbind(-1)
+        torch.distributions.Beta(first, second).rsample().sum().backward()
+        assert layer.weight.grad is not None and layer.weight.grad.shape == (2, 8)
+
+    assert "aten::_dirichlet_grad" in names(lower(captured(step, 4, 8, module=layer)))
+
+
 def test_a_gru_in_both_directions_gives_the_right_shapes():
     network = nn.GRU(8, 16, bidirectional=True, batch_first=True, device="meta")
     shapes: list[torch.Size] = []
