@@ -8,6 +8,7 @@ tensors, which is priced by their bytes.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -353,6 +354,7 @@ def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) ->
         if id(optimizer) in warming:
             return
         _choose_form(optimizer, form)
+        _take_all_rounds(optimizer)
         if recorder.regions is not None and recorder.regions.inside:
             _choose_fused(optimizer)
         if not recorder.enabled:  # called by another optimizer while that makes its state
@@ -391,3 +393,11 @@ def _choose_fused(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         if group.get("fused") is None and "fused" in group:
             group["fused"], group["foreach"] = True, False
+
+
+def _take_all_rounds(optimizer: Any) -> None:
+    """Let a step that ends where the loss hardly changes any more (LBFGS) take all its rounds: a tolerance that is not
+    a number is never reached.
+    """
+    for group in optimizer.param_groups:
+        group.update((name, math.nan) for name in ("tolerance_grad", "tolerance_change") if name in group)

@@ -590,6 +590,31 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+CLOSURES = """
+import torch
+
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=2)
+data = torch.randn(256, 64, device="cuda")
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = net(data).square().mean()
+    loss.backward()
+    return loss
+
+
+while True:
+    optimizer.step(closure)
+"""
+
+
+def test_a_step_that_would_end_by_its_loss_takes_all_its_rounds(folder: Path) -> None:
+    (folder / "closures.py").write_text(CLOSURES, encoding="utf-8")
+    assert run(folder, "python closures.py").throughput.samples == 3 * 256
+
+
 PIECES = """
 import torch
 
