@@ -585,6 +585,8 @@ def _start(launch: Launch, hub: Hub) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
+            if hub.stood_in:  # which may not be what the program expects
+                error.add_note(f"; {hub.stood_in} (made up: put data of the form there that the program expects)")
             raise
         raise ModelError(missing) from None
 

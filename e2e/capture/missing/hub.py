@@ -45,6 +45,8 @@ class Hub:
     unknown: list[str] = field(default_factory=list)
     # Checkpoints that were asked for and are not there.
     states: list[str] = field(default_factory=list)
+    # What is said of the data that were made up last.
+    stood_in: str = ""
 
     def link(self, cache: Path) -> None:
         """Show the repositories of the machine's own ``cache`` too."""
