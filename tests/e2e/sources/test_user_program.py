@@ -590,6 +590,35 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+AVERAGED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+net = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+number = 0
+while True:
+    net(torch.randn(256, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    number += 1
+    if number % 6 == 0:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.data, op=dist.ReduceOp.AVG)
+"""
+
+
+def test_weights_that_are_averaged_now_and_then_are_in_the_mean(folder: Path) -> None:
+    (folder / "averaged.py").write_text(AVERAGED, encoding="utf-8")
+    found = run(folder, "torchrun --nproc-per-node 2 averaged.py")
+    assert any("every 6 steps, a whole step with more work" in line for line in found.notes)
+    assert found.mean is not None and found.mean.iteration_seconds > found.iteration_seconds
+    (folder / "alone.py").write_text(AVERAGED.replace("% 6 == 0", "< 0"), encoding="utf-8")
+    alone = run(folder, "torchrun --nproc-per-node 2 alone.py")
+    assert alone.mean is None and any("no collective in 17 steps" in line for line in alone.notes)
+
+
 CLOSURES = """
 import torch
 
