@@ -4,8 +4,8 @@ Passes are grouped by the line that they run from, to separate them from the tra
 passes and, if a condition such as ``if step % eval_interval == 0`` reveals it, its period in steps. Long runs of equal
 passes cost little: after a few that ran, the next ones get outputs of the same shapes, without running, and nothing is
 recorded between them (:attr:`EvaluationPasses.replaying`). So do passes with gradients that nobody asks for: the graphs
-of those before them, from the same line, are gone. One whose gradients are asked for after all runs then. Of many passes
-that differ the first ones are recorded.
+of those before them, from the same line, are gone. One whose gradients are asked for after all runs then. Of many that
+differ the first ones are recorded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from e2e.capture.script_lines import script_line
 
 # Equal passes in a row that are run before the following ones are replayed.
 RUN_FIRST = 4
-# Passes from one line between two steps after which more of them run but are not recorded, such as those of a generation
-# whose cache grows with each.
+# Passes from one line between two steps after which more of them run but are not recorded, such as those of a
+# generation whose cache grows with each.
 MOST_DIFFERENT = 64
 _PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device)
 

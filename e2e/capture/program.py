@@ -74,8 +74,8 @@ MOST_DRAWN, MOST_DRAWN_CALLS = 24, 5_000
 MOST_WARMING = 24
 # Steps that make what later ones find, such as the optimizer's state.
 WARMING_STEPS = 2
-# Steps of one optimizer while another one takes none, as in the training of a critic, or in which GPUs exchange nothing,
-# before that is no longer awaited.
+# Steps of one optimizer while another one takes none, as in the training of a critic, or in which GPUs exchange
+# nothing, before that is no longer awaited.
 MOST_UNSTEPPED = 16
 # A step with more backward passes is told if it has this many times the work of the one that is taken.
 _MORE_WORK = 1.05
@@ -328,7 +328,8 @@ class StepFinder:
             return  # it warms up for the capture of a CUDA graph, perhaps
         elif equal and last > (MOST_UNSTEPPED if awaiting else 2):
             if self._silent:
-                self.remarks += (f"no collective in {last} steps: what the GPUs exchange more rarely is not in the step",)
+                said = f"no collective in {last} steps: what the GPUs exchange more rarely is not in the step"
+                self.remarks = (*self.remarks, said)
             self._finish(step, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS and (period := self._period()):
             self.in_turn, self.accumulated.leaving_out = period, False
@@ -600,7 +601,7 @@ def _start(launch: Launch, hub: Hub) -> None:
         missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
             if hub.stood_in:  # which may not be what the program expects
-                error.add_note(f"; {hub.stood_in} (made up: put data of the form there that the program expects)")
+                error.add_note(f"; {hub.stood_in} (made up: if that is why, put data of the program's form there)")
             raise
         raise ModelError(missing) from None
 

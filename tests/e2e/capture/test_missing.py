@@ -598,7 +598,7 @@ classes = [name.split("_")[1] for name in os.listdir("pets/images")]
 """,
         encoding="utf-8",
     )
-    with pytest.raises(ModelError, match=r"named.py:3.*IndexError.*; pets/images is not there: .* \(made up: put data of"):
+    with pytest.raises(ModelError, match=r"named.py:3.*IndexError.*; pets/images is not there: .* \(made up: if"):
         predict(command=("python", "named.py"), folder=folder, gpu="h100-sxm", data="synthetic")
 
 
