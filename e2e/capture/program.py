@@ -581,7 +581,8 @@ def _samples(step: RecordedStep) -> int | None:
 def _start(launch: Launch, hub: Hub) -> None:
     """Run the program as ``__main__``."""
     folder = os.getcwd()
-    sys.argv = [launch.program, *launch.arguments]
+    place = [f"{launch.rank_option}={os.environ['LOCAL_RANK']}"] if launch.rank_option else []
+    sys.argv = [launch.program, *place, *launch.arguments]
     if launch.module:
         sys.path.insert(0, folder)
         run: Callable[[], Any] = partial(runpy.run_module, launch.program, run_name="__main__", alter_sys=True)

@@ -590,6 +590,31 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+NUMBERED = """
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--rows", type=int)
+options = parser.parse_args()
+torch.cuda.set_device(options.local_rank)
+torch.distributed.init_process_group("nccl")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32).cuda())
+optimizer = torch.optim.SGD(net.parameters())
+while True:
+    net(torch.randn(options.rows, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python -m torch.distributed.launch --nproc_per_node=2", "deepspeed --num_gpus 2"])
+def test_a_program_gets_its_number_from_an_old_launcher(folder: Path, launcher: str) -> None:
+    (folder / "numbered.py").write_text(NUMBERED, encoding="utf-8")
+    assert run(folder, f"{launcher} numbered.py --rows 16").throughput.samples == 2 * 16
+
+
 AVERAGED = """
 import torch
 import torch.distributed as dist
