@@ -409,6 +409,8 @@ def _start_patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> It
         count = kwargs.get("world_size", -1)
         if count not in (-1, None, gpus):
             raise ModelError(f"the program's process group has {count} ranks: give --gpus {count}")
+        barriers["start"] += 1
+        mailbox.meet(place.rank, range(gpus), f"start {barriers['start']}")
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
         if backend and ":" in backend:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too
