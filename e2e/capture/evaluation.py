@@ -4,7 +4,8 @@ Passes are grouped by the line that they run from, to separate them from the tra
 passes and, if a condition such as ``if step % eval_interval == 0`` reveals it, its period in steps. Long runs of equal
 passes cost little: after a few that ran, the next ones get outputs of the same shapes, without running, and nothing is
 recorded between them (:attr:`EvaluationPasses.replaying`). So do passes with gradients that nobody asks for: the graphs
-of those before them, from the same line, are gone. One whose gradients are asked for after all runs then.
+of those before them, from the same line, are gone. One whose gradients are asked for after all runs then. Of many that
+differ the first ones are recorded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from e2e.capture.script_lines import script_line
 
 # Equal passes in a row that are run before the following ones are replayed.
 RUN_FIRST = 4
+# Passes from one line between two steps after which more of them run but are not recorded, such as those of a
+# generation whose cache grows with each.
+MOST_DIFFERENT = 64
 _PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -43,7 +47,7 @@ class PassGroup:
     every: int | None
     passes: int = 0
     replayed: int = 0
-    # Range of the recorder's calls with the first of them.
+    # Range of the recorder's calls with one of the first of them.
     calls: slice = field(default_factory=lambda: slice(0))
 
     @property
@@ -99,11 +103,15 @@ class EvaluationPasses:
             group.replayed += 1
             self._pass_over()
             return _copied(form)
+        if self.replaying and group.passes > MOST_DIFFERENT:
+            group.replayed += 1
+            self._pass_over()
+            return call(module, *args, **kwargs)
         if key is not None or _has_parameters(module):  # else a loss, of outputs that may be no real ones
             self._go_on()
         begin = self.recorder.recorded
         outputs = call(module, *args, **kwargs)
-        if group.passes == 1:
+        if group.passes <= 2:  # the first one of a generation has all of its prompt
             group.calls = slice(begin, self.recorder.recorded)
         if key is not None and is_plain(outputs):
             self._ran[key] = form_of(outputs, self.recorder), ran + 1

@@ -8,6 +8,7 @@ unknown values, or through a view, is no longer known (detected by its version c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         return
     if func in _SELF_COMPARED and args[0] is args[1] and args[0].dim() == 0:  # as in `loss != loss`, true of NaN only
         know(result, torch.full(result.shape, func is aten.eq.Tensor, dtype=torch.bool, device="cpu"))
+        return
+    if func in _COMPARED and isinstance(args[1], float) and math.isnan(args[1]):
+        know(result, torch.full(result.shape, func is aten.ne.Scalar, dtype=torch.bool, device="cpu"))
         return
     if func in _COPIES and getattr(args[0], "_any_of", False):
         result._any_of = True  # type: ignore[union-attr]
@@ -175,6 +179,8 @@ _NOTHING_FOUND = frozenset(
 # Copies of a flag of ``any()``, such as the one that sharded tensors reduce over all ranks.
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten.detach.default, aten.view.default})
 _SELF_COMPARED = frozenset({aten.eq.Tensor, aten.ne.Tensor})
+# Comparisons with a number, which are false of any value where that is NaN, but for ``ne``.
+_COMPARED = frozenset(getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 # Flags that decide alone, whatever the other operand: ``False and`` anything is ``False``.
 _DECIDED_BY = {
     aten.bitwise_and.Tensor: False,

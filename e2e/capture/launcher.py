@@ -75,6 +75,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     # Name of the launcher; empty for Python itself.
     launcher: str = ""
+    # Option by which the launcher tells a process its number on the node; empty if it does not.
+    rank_option: str = ""
 
     @property
     def gpus(self) -> int | None:
@@ -113,6 +115,9 @@ def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
         place = (folder or Path.cwd()) / launch.program
         if not place.is_file():
             raise InputError(f"{launch.program}: no such program; give the command as it is started, from its folder")
+        text = place.read_text(encoding="utf-8", errors="replace") if launch.rank_option == "--local-rank" else ""
+        if "--local_rank" in text and "--local-rank" not in text:  # as PyTorch 1 spelled it
+            launch = replace(launch, rank_option="--local_rank")
     return replace(launch, environment={**environment, **launch.environment})
 
 
@@ -221,9 +226,15 @@ def _of_python(words: list[str]) -> Launch:
     return reader(rest) if reader is not None else Launch(module, tuple(rest), module=True)
 
 
-def _of_torchrun(words: list[str]) -> Launch:
-    run = import_module("torch.distributed.run")
-    read = _read("torchrun", run.get_args_parser(), words)
+def _of_old_launch(words: list[str]) -> Launch:
+    parser = import_module("torch.distributed.run").get_args_parser()
+    parser.add_argument("--use-env", "--use_env", action="store_true")
+    launch = _of_torchrun(words, parser)
+    return launch if parser.parse_args(words).use_env else replace(launch, rank_option="--local-rank")
+
+
+def _of_torchrun(words: list[str], parser: argparse.ArgumentParser | None = None) -> Launch:
+    read = _read("torchrun", parser or import_module("torch.distributed.run").get_args_parser(), words)
     if read.no_python:
         raise InputError("torchrun --no-python: name a Python program")
     processes = {"auto": "", "gpu": ""}.get(str(read.nproc_per_node), str(read.nproc_per_node))
@@ -286,6 +297,7 @@ def _of_deepspeed(words: list[str]) -> Launch:
     for name in ("--hostfile", "--include", "--exclude", "--master_addr", "--master_port", "--launcher"):
         parser.add_argument(name)
     parser.add_argument("--module", action="store_true")
+    parser.add_argument("--no_local_rank", action="store_true")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     read = _read("deepspeed", parser, words)
@@ -293,7 +305,8 @@ def _of_deepspeed(words: list[str]) -> Launch:
     if read.include:  # as worker-0:0,1@worker-1:0,1
         places = read.include.split("@")
         count, nodes = count or _listed(places[0].partition(":")[2]), nodes or len(places)
-    return Launch(read.training_script, arguments, read.module, count, nodes, launcher="deepspeed")
+    option = "" if read.no_local_rank else "--local_rank"
+    return Launch(read.training_script, arguments, read.module, count, nodes, launcher="deepspeed", rank_option=option)
 
 
 def _of_fabric(words: list[str]) -> Launch:
@@ -376,7 +389,7 @@ _LAUNCHERS: dict[str, Reader] = {
 }
 _MODULES: dict[str, Reader] = {
     "torch.distributed.run": _of_torchrun,
-    "torch.distributed.launch": _of_torchrun,
+    "torch.distributed.launch": _of_old_launch,
     "accelerate.commands.launch": _of_accelerate_launch,
     "deepspeed.launcher.runner": _of_deepspeed,
 }

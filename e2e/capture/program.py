@@ -74,7 +74,8 @@ MOST_DRAWN, MOST_DRAWN_CALLS = 24, 5_000
 MOST_WARMING = 24
 # Steps that make what later ones find, such as the optimizer's state.
 WARMING_STEPS = 2
-# Steps of one optimizer while another one takes none, as in the training of a critic, before that is no longer awaited.
+# Steps of one optimizer while another one takes none, as in the training of a critic, or in which GPUs exchange
+# nothing, before that is no longer awaited.
 MOST_UNSTEPPED = 16
 # A step with more backward passes is told if it has this many times the work of the one that is taken.
 _MORE_WORK = 1.05
@@ -207,6 +208,9 @@ class StepFinder:
     # Passes of evaluations in the last step that were not run.
     _passed_over: int = 0
     differentiations: Differentiations = field(default_factory=Differentiations)
+    # True after equal steps of several GPUs that do not communicate; and after one that does so now and then.
+    _silent: bool = False
+    _heard: bool = False
     # Batches of data loaders, and the work of their workers in the last step.
     batches: LoadedBatches = field(default_factory=LoadedBatches)
     loading: tuple[Loading, ...] = ()
@@ -295,6 +299,7 @@ class StepFinder:
         repeated = self.accumulated.end_step()
         step = self.step = replace(self.recorder.cut(), repeated=repeated)
         self.loading, self.periods = self.batches.end_step(), self.differentiations.taken()
+        every, self.recorder.communication.every = self.recorder.communication.every, None
         if max(self.periods, default=1) > 1:
             self.periodic[self.periods] = step
         self._passed_over, self._groups = self.passes.passed_over, self.passes.taken()
@@ -302,19 +307,29 @@ class StepFinder:
             run = step.calls[group.calls]
             parts = {call.id - run[0].id: region for call in run if (region := step.regions.get(call.id))}
             self.evaluations.setdefault((group.title, group.line), (group, run, parts))
+        if self._silent and every is not None:  # such as an average of weights
+            self._silent, self._heard = False, True
+            if every > 1:
+                self.periodic[self.periods | {every}] = step
+            return
         more = "" if repeated is None else f"{repeated.more} more" if whole else f"cut {len(self.digests)}"
         self.digests.append(f"{digest(step.calls)} {more}")
         if passes > max(self.backward, default=0):
             self.richest = step
         self.backward.append(passes)
         last, equal = len(self.digests), self.digests[-1] in self.digests[-2:-1]
+        self._silent = equal and self.gpus > 1 and every is None and not self._heard
+        awaiting = self._silent or self.optimizers > max(1, len(self.steps))
         if (equal or last >= MOST_STEPS) and self._passed_over:
             self.passes.replaying = False  # the step that is taken must have run them
         elif last >= MOST_STEPS and not whole:
             self.accumulated.leaving_out = False  # as many passes as they are
         elif self.recorder.streams.current != DEFAULT_STREAM and last < MOST_WARMING:
             return  # it warms up for the capture of a CUDA graph, perhaps
-        elif equal and last > (MOST_UNSTEPPED if self.optimizers > max(1, len(self.steps)) else 2):
+        elif equal and last > (MOST_UNSTEPPED if awaiting else 2):
+            if self._silent:
+                said = f"no collective in {last} steps: what the GPUs exchange more rarely is not in the step"
+                self.remarks = (*self.remarks, said)
             self._finish(step, last, f"equal to step {last - 1}")
         elif not equal and last >= MOST_STEPS and (period := self._period()):
             self.in_turn, self.accumulated.leaving_out = period, False
@@ -566,7 +581,8 @@ def _samples(step: RecordedStep) -> int | None:
 def _start(launch: Launch, hub: Hub) -> None:
     """Run the program as ``__main__``."""
     folder = os.getcwd()
-    sys.argv = [launch.program, *launch.arguments]
+    place = [f"{launch.rank_option}={os.environ['LOCAL_RANK']}"] if launch.rank_option else []
+    sys.argv = [launch.program, *place, *launch.arguments]
     if launch.module:
         sys.path.insert(0, folder)
         run: Callable[[], Any] = partial(runpy.run_module, launch.program, run_name="__main__", alter_sys=True)
@@ -585,6 +601,8 @@ def _start(launch: Launch, hub: Hub) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         missing = told_missing(error, frames, hub) or missing_package(error, frames)
         if missing is None:
+            if hub.stood_in:  # which may not be what the program expects
+                error.add_note(f"; {hub.stood_in} (made up: if that is why, put data of the program's form there)")
             raise
         raise ModelError(missing) from None
 

@@ -56,8 +56,8 @@ class EndlessStepError(ModelError):
         super().__init__(
             f"the script {what or 'has called no operator for a long time'} and has not ended: a "
             "loop that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of "
-            "rounds; a layer that goes token by token needs fewer tokens, or --linear-attention fused where its "
-            "library has a kernel"
+            "rounds, and an optimizer that calls its closure again and again (LBFGS) a small max_iter; a layer that "
+            "goes token by token needs fewer tokens, or --linear-attention fused where its library has a kernel"
         )
 
 
@@ -167,6 +167,8 @@ def oversized_told() -> Iterator[None]:
 
 # What to do about an error of a program.
 _ADVICE = "its traceback is above: mend it, or install the versions of packages that the program was written for"
+# Escape sequences of terminals, by which libraries emphasise parts of their messages.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Folders of code whose frames say nothing about the script.
 _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
@@ -232,7 +234,8 @@ def reporting(reference: str) -> Iterator[None]:
         said = str(error) or (frames[-1].line or "" if frames else "")  # such as the condition of an assertion
         if "Traceback (most recent call last)" in said:  # passed on from another process
             said = said.strip().rpartition("\n")[2]
-        summary = " ".join(said.split())[:200] + _hint(frames) + "".join(getattr(error, "__notes__", ()))
+        summary = " ".join(_COLOURS.sub("", said).split())[:200] + _hint(frames)
+        summary += "".join(getattr(error, "__notes__", ()))
         advice = "mend it there: it runs without a GPU and without data" if file else _ADVICE
         place = reference if file else _place(reference, error)
         raise ModelError(f"{place}: the script failed with {type(error).__name__}: {summary}; {advice}") from error
@@ -322,6 +325,10 @@ _TRANSLATIONS = (
         r"Can't pickle .*: (?:import of module|it's not the same object|attribute lookup)",
         "a function goes to another process by its module's name, which a library has too or which is not at the top "
         "of the file; rename the file, or move the function",
+    ),
+    (
+        r"(deepspeed[\w.]*) of DeepSpeed is not captured",
+        "uses {0}, which the stand-in for DeepSpeed does not have; choose the program's way without it",
     ),
     (r"libcuda\.so cannot found", "a kernel is compiled for a GPU while the script is loaded; do so inside the step"),
 )

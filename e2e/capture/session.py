@@ -8,6 +8,7 @@ tensors, which is priced by their bytes.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -350,14 +351,15 @@ def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) ->
     open_frames: dict[int, Any] = {}
     warming: set[int] = set()
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if id(optimizer) in warming:
-            return
+            return None
         _choose_form(optimizer, form)
+        _take_all_rounds(optimizer)
         if recorder.regions is not None and recorder.regions.inside:
             _choose_fused(optimizer)
         if not recorder.enabled:  # called by another optimizer while that makes its state
-            return
+            return None
         if steady and not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
             warming.add(id(optimizer))
             with recorder.paused():
@@ -365,7 +367,19 @@ def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) ->
             warming.discard(id(optimizer))
         frame = recorder.annotation(f"Optimizer.step#{type(optimizer).__name__}.step")
         open_frames[id(optimizer)] = frame, recorder.phase
-        recorder.phase = "optimizer"
+        recorder.phase, outer = "optimizer", recorder.phase
+
+        def outside(closure: Any) -> Any:
+            recorder.phase, inner = outer, recorder.phase
+            try:
+                return closure()
+            finally:
+                recorder.phase = inner
+
+        # The passes of a closure are no work of the optimizer; the first argument is the optimizer itself.
+        given = [partial(outside, each) if callable(each) else each for each in args[1:]]
+        named = {name: partial(outside, each) if name == "closure" and each else each for name, each in kwargs.items()}
+        return (*args[:1], *given), named
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in open_frames:
@@ -392,3 +406,11 @@ def _choose_fused(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         if group.get("fused") is None and "fused" in group:
             group["fused"], group["foreach"] = True, False
+
+
+def _take_all_rounds(optimizer: Any) -> None:
+    """Let a step that ends where the loss hardly changes any more (LBFGS) take all its rounds: a tolerance that is not
+    a number is never reached.
+    """
+    for group in optimizer.param_groups:
+        group.update((name, math.nan) for name in ("tolerance_grad", "tolerance_change") if name in group)

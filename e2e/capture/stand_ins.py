@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import opcode
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ _SILENCE = {
     "TOKENIZERS_PARALLELISM": "false",
     "COMET_MODE": "disabled",
 }
+# Operation of Python that unpacks a number of names.
+_UNPACK = opcode.opmap["UNPACK_SEQUENCE"]
 
 
 class _SilentClass(type):
@@ -67,7 +70,10 @@ class Silent(metaclass=_SilentClass):
         return None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(())
+        """Yield nothing, but where names are unpacked (``one, other = logger.pair()``) as many objects."""
+        caller = sys._getframe(1)
+        operation, count = caller.f_code.co_code[caller.f_lasti :][:2]
+        return iter([Silent() for _ in range(count if operation == _UNPACK else 0)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Drop the value."""
@@ -110,7 +116,7 @@ class _Loggers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finder of loggers that are not installed. It is asked last."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in LOGGERS and name != "torch.utils.tensorboard":
+        if name.partition(".")[0] not in LOGGERS and not name.startswith("torch.utils.tensorboard"):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

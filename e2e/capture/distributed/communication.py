@@ -13,6 +13,7 @@ What one rank gives to all of a group is kept in :mod:`e2e.capture.distributed.s
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from costmodel.base.errors import ModelError
 from e2e.capture.distributed.shared_objects import SharedObjects
 from e2e.capture.environment import WAIT_EVENT
 from e2e.capture.known_values import know, known
+from e2e.capture.periods import period
 from e2e.capture.script_errors import NotYetSent
 from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
@@ -114,6 +116,8 @@ class Communication:
         # Names of groups of the host's own backend.
         self.on_host: set[str] = set()
         self.settling = 1
+        # Every how many steps the first collective of the current step runs; None if there was none yet.
+        self.every: int | None = None
         self._recorder = recorder
         self._record = recorder.record_call
         # C++ calls these objects, so Python must keep them alive.
@@ -193,6 +197,8 @@ class Communication:
 
     def _attributes(self, group: Any, given: dict[str, Any], func: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": given.get("async_op", True)}
+        if self.every is None and len(self.groups.ranks[found["process_group"]]) > 1:
+            self.every = period(sys._getframe(1)) or 1
         for side in ("dst", "src"):
             if side in given:
                 peer = self.groups.ranks[found["process_group"]][given[side]]

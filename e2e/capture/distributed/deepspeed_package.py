@@ -177,7 +177,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def _refused(name: str) -> type:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ModelError(f"DeepSpeed's {name} is not captured")
+        raise ModelError(f"DeepSpeed's {name} is not captured; use ZeRO, or a pipeline of torch.distributed.pipelining")
 
     return type(name, (torch.nn.Module,), {"__init__": refuse})
 
@@ -252,7 +252,7 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
-    "deepspeed.runtime.utils": {"see_memory_usage": _ignore},
+    "deepspeed.runtime.utils": {"see_memory_usage": _ignore, "set_random_seed": torch.manual_seed},
     "deepspeed.runtime.zero": {"ZeroOptimizer": ZeroOptimizer},
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,

@@ -410,6 +410,8 @@ def _start_patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> It
         count = kwargs.get("world_size", -1)
         if count not in (-1, None, gpus):
             raise OtherGpusError(f"the program's process group has {count} ranks", count)
+        barriers["start"] += 1
+        mailbox.meet(place.rank, range(gpus), f"start {barriers['start']}")
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
         if backend and ":" in backend:
             names.append(str(backend).lower())  # a program reads from it whether tensors of the host are taken too

@@ -47,6 +47,8 @@ class Hub:
     states: list[str] = field(default_factory=list)
     # Patterns by which the program found no file.
     searched: list[str] = field(default_factory=list)
+    # What is said of the data that were made up last.
+    stood_in: str = ""
 
     def link(self, cache: Path) -> None:
         """Show the repositories of the machine's own ``cache`` too."""

@@ -33,17 +33,22 @@ def needs_met(made_up: bool, folder: Path, note: Note, batches: LoadedBatches) -
     for (``made_up``). ``folder``: place for files; ``batches``: collector of what loaders make.
     """
     hub = Hub(folder / "hub", made_up)
+
+    def made(line: str) -> None:
+        hub.stood_in = line
+        note(line)
+
     with ExitStack() as stack:
         loading = loaders_without_workers(batches)
         for each in (offline_hub(hub), libraries_for_cuda(), loading, weights_not_read(hub, note)):
             stack.enter_context(each)
-        stack.enter_context(made_up_datasets(made_up, note))
+        stack.enter_context(made_up_datasets(made_up, made))
         if made_up:
-            stack.enter_context(made_up_images(folder / "images", note))
+            stack.enter_context(made_up_images(folder / "images", made))
             for made_up_data in (made_up_arrays, made_up_annotations, made_up_shards, made_up_sounds):
-                stack.enter_context(made_up_data(note))
+                stack.enter_context(made_up_data(made))
             stack.enter_context(made_up_tokenizers(hub, folder / "tokenizers", note))
-        stack.enter_context(searched_files(hub, made_up, folder, note))
+        stack.enter_context(searched_files(hub, made_up, folder, made))
         yield hub
 
 

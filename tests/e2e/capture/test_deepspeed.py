@@ -155,6 +155,14 @@ def test_what_is_not_modelled_is_refused_by_name(tmp_path, config: dict[str, Any
         first_rank(tmp_path, **config)
 
 
+def test_a_name_that_the_stand_in_lacks_ends_in_one_line(tmp_path, capsys):
+    path = tmp_path / "named.py"
+    path.write_text("import deepspeed\n\n\ndef make_step():\n    deepspeed.moe.layer()\n", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"named.py:5: uses deepspeed.moe, which the stand-in for DeepSpeed does not"):
+        capture_distributed(f"{path}:make_step", 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_parts_that_are_not_followed_are_named():
     values = {
         "autotuning": {"enabled": True},

@@ -56,6 +56,7 @@ def test_a_step_of_too_many_operators_is_stopped(tmp_path: Path, monkeypatch: py
 
 ENDS = {
     "BaseException": ("class Odd(BaseException): pass\nraise Odd('no')\n", "the script failed with Odd: no"),
+    "colours": ("raise ValueError('\\x1b[1mno\\x1b[0m')\n", "the script failed with ValueError: no;"),
     "os._exit": ("os._exit(0)\n", r"the script ended the program \(sys.exit, os._exit or argparse\)"),
     "os._exit in its step": (made("os._exit(0)"), "the script ended the program"),
     "a thread that fails": (

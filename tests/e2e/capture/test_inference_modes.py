@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from e2e.capture.evaluation import MOST_DIFFERENT, EvaluationPasses
 from e2e.capture.models.catalog import IMAGES
+from e2e.capture.recorder import Recorder
 from e2e.capture.script import capture_script, load_script
+from e2e.capture.session import recording
 from e2e.lowering.lower_trace import lower_step
 from e2e.step.execution_graph import RankGraph
 from e2e.step.options import StepOptions
@@ -200,3 +203,18 @@ def test_tensors_say_that_they_are_on_the_gpu():
         "gradient": gpu,
     }
     assert torch.empty(2, device="meta").device.type == "meta"
+
+
+def test_of_many_passes_that_differ_the_first_ones_are_recorded() -> None:
+    """As in a generation whose cache grows with every token."""
+    recorder = Recorder({})
+    passes = EvaluationPasses(recorder)
+    with recording(recorder, StepOptions(), steady=False), passes.watching(), torch.no_grad():
+        layer = nn.Linear(4, 4, device="cuda")
+        recorded = []
+        for rows in range(1, MOST_DIFFERENT + 9):
+            layer(torch.empty(rows, 4, device="cuda"))
+            recorded.append(recorder.recorded)
+    group = passes.groups[0]
+    assert (group.passes, group.replayed, passes.passed_over) == (MOST_DIFFERENT + 8, 8, 8)
+    assert recorded[MOST_DIFFERENT - 1] > recorded[1] == group.calls.stop and len(set(recorded[MOST_DIFFERENT:])) == 1

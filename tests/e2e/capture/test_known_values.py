@@ -50,6 +50,7 @@ def value_of(compute: Callable[[], Any]) -> Any:
         (lambda: len(torch.repeat_interleave(torch.tensor([2, 3], device="cuda"))), 5),
         (lambda: bool(torch.tensor(0.0).cuda()), False),
         (lambda: bool(deepcopy(torch.tensor(0.0).cuda())), False),
+        (lambda: bool(torch.randn((), device="cuda") <= float("nan")), False),
         # Nothing is known of the first side, but the second decides.
         (lambda: bool((torch.randn(4, device="cuda") > 0).any() & torch.full((), False, device="cuda")), False),
     ],

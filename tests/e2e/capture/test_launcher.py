@@ -139,3 +139,19 @@ def test_installed_commands_that_are_python_programs(folder: Path, monkeypatch: 
     assert parse_command(["trainer"], folder).program == str(folder / "trainer")
     with pytest.raises(InputError, match="tool: neither a known launcher"):
         parse_command(["tool"], folder)
+
+
+def test_old_launchers_tell_a_process_its_number_by_an_option(folder: Path) -> None:
+    (folder / "old.py").write_text("parser.add_argument('--local_rank', type=int)\n", encoding="utf-8")
+    old, both = "python -m torch.distributed.launch --nproc_per_node 2", "deepspeed --num_gpus 2"
+    options = {
+        f"{old} train.py": "--local-rank",
+        f"{old} old.py": "--local_rank",
+        f"{old} --use_env old.py": "",
+        f"{both} train.py": "--local_rank",
+        f"{both} --no_local_rank train.py": "",
+        "torchrun --nproc-per-node 2 old.py": "",
+    }
+    for command, option in options.items():
+        launch = parse_command(shlex.split(command), folder)
+        assert (launch.processes, launch.rank_option) == (2, option), command

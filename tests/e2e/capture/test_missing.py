@@ -590,6 +590,18 @@ datasets.load_dataset("glue", "sst2", split="train")
         predict(command=("python", "refused.py"), folder=folder, gpu="h100-sxm", data="synthetic")
 
 
+def test_a_failure_on_made_up_data_names_them(folder: Path) -> None:
+    (folder / "named.py").write_text(
+        """
+import os
+classes = [name.split("_")[1] for name in os.listdir("pets/images")]
+""",
+        encoding="utf-8",
+    )
+    with pytest.raises(ModelError, match=r"named.py:3.*IndexError.*; pets/images is not there: .* \(made up: if"):
+        predict(command=("python", "named.py"), folder=folder, gpu="h100-sxm", data="synthetic")
+
+
 def test_a_file_that_a_program_of_a_package_looks_for_is_told_with_its_line(tmp_path: Path) -> None:
     frames = [traceback.FrameSummary(f"/opt/site-packages/titan/{each}.py", 7, "load") for each in ("train", "words")]
     told = told_missing(FileNotFoundError("no tokenizer in assets"), frames, Hub(tmp_path))
@@ -636,6 +648,9 @@ def test_a_missing_logger_says_nothing_and_is_not_there_for_who_asks() -> None:
     with silent_loggers():
         neptune = import_module("neptune")
         neptune.init_run(project="mine")["loss"].append(1.0)
+        first, second = neptune.init_run().pair()
+        assert not first and not second and not list(neptune.init_run().rows())
+        assert not import_module("torch.utils.tensorboard.summary").hparams({}, {})
         assert not neptune  # `if neptune and options.token:` goes the way of a machine without it
 
 

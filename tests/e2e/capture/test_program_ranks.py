@@ -137,12 +137,18 @@ def after():
 
 
 def test_ranks_that_run_at_the_same_time_meet_at_barriers(tmp_path, monkeypatch):
-    """So that one reads what another has written, until that moves it; one that has ended is not waited for."""
+    """And at their start, so that one reads what another has written, until that moves it; one that has ended is not
+    waited for.
+    """
     monkeypatch.setattr(ProgramRanks, "at_once", 2)
     program = f"""{HEAD}
 import time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    time.sleep(1)
+    os.mkdir("first")
 dist.init_process_group("nccl")
-rank = dist.get_rank()
+assert os.path.exists("first")
 if rank == 0:
     time.sleep(1)
     os.mkdir("unfinished")

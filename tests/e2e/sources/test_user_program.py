@@ -590,6 +590,89 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+NUMBERED = """
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--rows", type=int)
+options = parser.parse_args()
+torch.cuda.set_device(options.local_rank)
+torch.distributed.init_process_group("nccl")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32).cuda())
+optimizer = torch.optim.SGD(net.parameters())
+while True:
+    net(torch.randn(options.rows, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", ["python -m torch.distributed.launch --nproc_per_node=2", "deepspeed --num_gpus 2"]
+)
+def test_a_program_gets_its_number_from_an_old_launcher(folder: Path, launcher: str) -> None:
+    (folder / "numbered.py").write_text(NUMBERED, encoding="utf-8")
+    assert run(folder, f"{launcher} numbered.py --rows 16").throughput.samples == 2 * 16
+
+
+AVERAGED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+net = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+number = 0
+while True:
+    net(torch.randn(256, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    number += 1
+    if number % 6 == 0:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.data, op=dist.ReduceOp.AVG)
+"""
+
+
+def test_weights_that_are_averaged_now_and_then_are_in_the_mean(folder: Path) -> None:
+    (folder / "averaged.py").write_text(AVERAGED, encoding="utf-8")
+    found = run(folder, "torchrun --nproc-per-node 2 averaged.py")
+    assert any("every 6 steps, a whole step with more work" in line for line in found.notes)
+    assert found.mean is not None and found.mean.iteration_seconds > found.iteration_seconds
+    (folder / "alone.py").write_text(AVERAGED.replace("% 6 == 0", "< 0"), encoding="utf-8")
+    alone = run(folder, "torchrun --nproc-per-node 2 alone.py")
+    assert alone.mean is None and any("no collective in 17 steps" in line for line in alone.notes)
+
+
+CLOSURES = """
+import torch
+
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=2)
+data = torch.randn(256, 64, device="cuda")
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = net(data).square().mean()
+    loss.backward()
+    return loss
+
+
+while True:
+    optimizer.step(closure)
+"""
+
+
+def test_a_step_that_would_end_by_its_loss_takes_all_its_rounds(folder: Path) -> None:
+    (folder / "closures.py").write_text(CLOSURES, encoding="utf-8")
+    found = run(folder, "python closures.py")
+    assert found.throughput.samples == 3 * 256
+    assert found.forward_seconds > 0  # in the closure, which the optimizer calls
+
+
 PIECES = """
 import torch
 
