@@ -60,7 +60,7 @@ _RUN_AS_INSTALLED = ("bitsandbytes", "kernels", "triton")
 # Stand-ins whose other modules and names are there too, and do nothing.
 _ANYTHING = ("triton",)
 ASKED_BY_LIBRARIES = (
-    *("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "triton"),
+    *("flash_attn", "flash_attn_interface", "xformers", "bitsandbytes", "transformer_engine", "triton"),
     "fused_weight_gradient_mlp_cuda",
 )
 # Libraries that import such packages to see whether they are there, and do without them if not.

@@ -101,7 +101,8 @@ def test_a_library_that_looks_for_a_package_finds_what_it_can_import(
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     with patched_imports({"apex": lambda module: ()}):
         assert not import_module("looks").there("apex") and find_spec("apex") is not None
-    assert import_module("looks").there("xformers") and not told  # diffusers: for who asks for its attention
+    # Diffusers, for who asks for its attention; Transformers and PEFT, for who asks for weights in 4 bits.
+    assert import_module("looks").there("xformers") and import_module("looks").there("bitsandbytes") and not told
     del sys.modules["looks"]
 
 
