@@ -379,6 +379,8 @@ class GpuDecisions(TorchFunctionMode):
                 args = args[0], args[1].to("meta")  # numbers for a parameter, which has none, from a constructor
             with self._recorder.convert.identities.moving(args[0]):
                 return func(*args, **kwargs)
+        if name == "data_ptr" and type(args[0]) in (torch.Tensor, torch.nn.Parameter) and args[0].is_meta:
+            return _address(args[0])
         if name in NOT_OPERATORS or not all(issubclass(kind, torch.Tensor) for kind in types):
             return func(*args, **kwargs)  # of values of torch.fx too
         if name == "tolist" and args[0].device.type == "meta":
@@ -667,6 +669,14 @@ _PLACE: dict[str, Callable[[], Any]] = {
     "is_cuda": lambda: True,
     "is_meta": lambda: False,
 }
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where ``tensor`` would be: another place for each storage, aligned as on a GPU, by which programs tell
+    parameters apart; 0 without contents.
+    """
+    storage = tensor.untyped_storage()
+    return (storage._cdata << 9) + tensor.storage_offset() * tensor.element_size() if storage.size() else 0
 
 
 def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -199,6 +199,10 @@ _FACTORIES = frozenset(
         aten.arange.start_step,
         aten.linspace.default,
         aten.eye.default,
+        aten.hann_window.default,
+        aten.hann_window.periodic,
+        aten.hamming_window.default,
+        aten.hamming_window.periodic,
         aten.scalar_tensor.default,
     }
 )

@@ -48,6 +48,7 @@ from e2e.capture.distributed.rank_work import work_of
 from e2e.capture.distributed.world import RankPlace, fake_world, not_yet_started, patched_libraries
 from e2e.capture.environment import DEFAULT_STREAM
 from e2e.capture.evaluation import EvaluationPasses, PassGroup, named_generation
+from e2e.capture.host_modules import modules_of_the_host
 from e2e.capture.launcher import Launch
 from e2e.capture.missing.hub import Hub
 from e2e.capture.missing.loaders import LoadedBatches, Loading
@@ -534,6 +535,7 @@ def run_program(job: ProgramJob, scratch: Path, answer: Callable[[FoundStep | Ex
         stack.enter_context(named_generation(note))
         stack.enter_context(deepspeed_package(recorder, names_deepspeed(launch), note))
         files = stack.enter_context(kept_files(Path.cwd(), scratch, note))
+        stack.enter_context(modules_of_the_host())
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         job.mailbox.wait = partial(_wait_for_parcels, scratch, job.mailbox, recorder)

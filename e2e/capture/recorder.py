@@ -766,7 +766,7 @@ class Recorder(TorchDispatchMode):
             if len(self.passes) > 1:
                 raise ModelError(
                     f"a step has more than {MOST_CALLS:,} operators, in {len(self.passes)} passes so far; let it "
-                    "accumulate fewer: each of them takes as long"
+                    "accumulate fewer (LBFGS: a smaller max_iter): each of them takes as long"
                 )
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step")
         return row

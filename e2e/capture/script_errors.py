@@ -56,8 +56,8 @@ class EndlessStepError(ModelError):
         super().__init__(
             f"the script {what or 'has called no operator for a long time'} and has not ended: a "
             "loop that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of "
-            "rounds, and an optimizer that calls its closure again and again (LBFGS) a small max_iter; a layer that "
-            "goes token by token needs fewer tokens, or --linear-attention fused where its library has a kernel"
+            "rounds; a layer that goes token by token needs fewer tokens, or --linear-attention fused where its "
+            "library has a kernel"
         )
 
 

@@ -123,6 +123,15 @@ def test_numbers_on_the_gpu_in_a_new_tensor_are_read_and_known():
     assert sum(call.name == "aten::_local_scalar_dense" for call in trace.calls) >= 2
 
 
+def test_tensors_on_the_gpu_are_at_places_of_their_own():
+    def places() -> tuple[int, ...]:
+        one, other = torch.empty(4, 4, device="cuda"), torch.empty(4, 4, device="cuda")
+        return one.data_ptr(), one.view(16).data_ptr(), one[1].data_ptr(), other.data_ptr(), one[:0].clone().data_ptr()
+
+    first, same, later, other, empty = value_of(places)
+    assert first == same == later - 16 != other != 0 == first % 512 == empty
+
+
 def test_a_flag_without_value_raises_nothing():
     def checked() -> int:
         flags = torch.randn(70_000, device="cuda") > 0

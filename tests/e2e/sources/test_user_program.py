@@ -590,6 +590,35 @@ def test_equal_passes_of_a_step_are_counted(folder: Path, launcher: str) -> None
     assert collectives == ({"all_reduce"} if "torchrun" in launcher else set())
 
 
+TRANSFORMED = """
+import torch
+
+
+class Windowed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, sound):
+        return sound.to(self.window.device) * self.window
+
+
+found = torch.nn.Sequential(Windowed())(torch.ones(4, 8))
+assert found.device.type == "cpu" and found[:, 4].tolist() == [1.0] * 4
+assert Windowed().cuda()(torch.ones(4, 8)).is_cuda
+net = torch.nn.Sequential(Windowed(), torch.nn.Linear(8, 8)).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+while True:
+    net(found.cuda()).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_transform_of_the_host_has_its_values(folder: Path) -> None:
+    (folder / "transformed.py").write_text(TRANSFORMED, encoding="utf-8")
+    assert run(folder, "python transformed.py").throughput.samples == 4
+
+
 NUMBERED = """
 import argparse
 
