@@ -104,13 +104,14 @@ def weights_not_read(hub: Hub, note: Note) -> Iterator[None]:
         return MissingState(os.fspath(file), _module_at_hand())
 
     with ExitStack() as stack:
-        for target, name, value in _torch_patches(missing):
+        for target, name, value in _torch_patches(missing, hub):
             stack.enter_context(patch.object(target, name, value))
         libraries = {
             "transformers.modeling_utils": lambda module: _transformers(module, hub, note),
             "diffusers.models.modeling_utils": lambda module: _diffusers(module, note),
             "timm.models._builder": lambda module: _timm(module, note),
             "torchvision.models._api": lambda module: _torchvision(module, note),
+            "safetensors": lambda module: [(module, "safe_open", _safe_open(module.safe_open, missing))],
             "safetensors.torch": lambda module: _safetensors(module, missing),
             "fvcore.common.checkpoint": lambda module: _fvcore(module, note),
             **{
@@ -140,7 +141,7 @@ def _is_missing(file: Any) -> bool:
     return not os.path.exists(file) or (os.path.isfile(file) and not os.path.getsize(file))
 
 
-def _torch_patches(missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:
+def _torch_patches(missing: Callable[[Any], MissingState], hub: Hub) -> Iterator[tuple[Any, str, Any]]:
     load = torch.load
 
     def load_or_stand_in(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ def _torch_patches(missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any
     yield torch.hub, "load_state_dict_from_url", lambda url, *args, **kwargs: missing(url)
     yield torch.hub, "load", _hub_load(torch.hub.load)
     for owner in (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler):
-        yield owner, "load_state_dict", _unless_missing(owner.load_state_dict)
+        yield owner, "load_state_dict", _unless_missing(owner.load_state_dict, hub)
 
 
 def _on_meta(map_location: Any) -> Any:
@@ -170,9 +171,11 @@ def _meta_storage(storage: Any) -> Any:
     return torch.UntypedStorage(storage.nbytes(), device="meta")
 
 
-def _unless_missing(load_state_dict: Any) -> Any:
+def _unless_missing(load_state_dict: Any, hub: Hub) -> Any:
     def load(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(state_dict, MissingState):
+        # Programs give weights other names before they load them: of those that are not there nothing is left.
+        emptied = hub.states and isinstance(self, torch.nn.Module) and not state_dict
+        if emptied or isinstance(state_dict, MissingState):
             return torch.nn.modules.module._IncompatibleKeys([], [])
         return load_state_dict(self, state_dict, *args, **kwargs)
 
@@ -306,6 +309,36 @@ def _fvcore(module: Any, note: Note) -> Iterator[tuple[Any, str, Any]]:
 def _lightning(module: Any, missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:
     load = module._lazy_load
     yield module, "_lazy_load", lambda filename: missing(filename) if _is_missing(filename) else load(filename)
+
+
+class _NoTensors:
+    """Opened file of tensors that is not there."""
+
+    def keys(self) -> list[str]:
+        """Names of its tensors."""
+        return []
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, str]:
+        """What the file says of itself."""
+        return {}
+
+    def __enter__(self) -> _NoTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def _safe_open(original: Any, missing: Callable[[Any], MissingState]) -> Any:
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_missing(filename):
+            return original(filename, *args, **kwargs)
+        missing(filename)
+        return _NoTensors()
+
+    return safe_open
 
 
 def _safetensors(module: Any, missing: Callable[[Any], MissingState]) -> Iterator[tuple[Any, str, Any]]:

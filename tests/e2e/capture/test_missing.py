@@ -317,6 +317,25 @@ def test_a_checkpoint_at_an_address_changes_nothing(tmp_path: Path, monkeypatch:
     assert len(notes) == 2 and notes[0].startswith("detectron2://R-50.pkl is not there")
 
 
+def test_a_program_gives_weights_that_are_not_there_other_names(tmp_path: Path) -> None:
+    """As torchtune does with checkpoints of the hub."""
+    pytest.importorskip("safetensors")
+    empty = tmp_path / "model.safetensors"
+    empty.touch()
+    notes: list[str] = []
+    module = torch.nn.Linear(2, 2)
+    with no_weights(tmp_path, notes):
+        with pytest.raises(RuntimeError, match="Missing key"):
+            module.load_state_dict({})  # of no file
+        with import_module("safetensors").safe_open(empty, framework="pt", device="cpu") as file:
+            names = file.keys()
+            assert file.metadata() == {}
+        module.load_state_dict({f"model.{name}": name for name in names})
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            module.load_state_dict({"other": torch.ones(2)})
+    assert len(notes) == 1 and notes[0].startswith(f"{empty} is not there")
+
+
 OLD_TRANSFORMERS = """
 import torch
 
