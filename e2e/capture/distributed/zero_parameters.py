@@ -231,9 +231,7 @@ class ZeroParameters:
         def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() == -1:  # not computed again inside a backward pass
                 gatherer.release(module)
-            first = next(iter(_tensors(output)), None)
-            if first is not None and first.requires_grad and torch.is_grad_enabled():
-                first.register_hook(lambda gradient: gatherer.fetch(module))
+            _before_backward(output, lambda: gatherer.fetch(module))
 
         module.register_forward_pre_hook(lambda module, inputs: gatherer.fetch(module))
         module.register_forward_hook(leave)
@@ -247,9 +245,7 @@ class ZeroParameters:
         functions = _OF_MODULE + (_OF_LINEAR if isinstance(module, torch.nn.Linear) else 0)
 
         def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            first = next(iter(_tensors(output)), None)
-            if first is not None and first.requires_grad and torch.is_grad_enabled():
-                first.register_hook(lambda gradient: count(_OF_MODULE))
+            _before_backward(output, lambda: count(_OF_MODULE))
 
         module.register_forward_pre_hook(lambda module, inputs: count(functions))
         module.register_forward_hook(leave)
@@ -367,6 +363,13 @@ class ZeroParameters:
         """Clear gradients of the model."""
         for each in self.parted.values():
             each.parameter.grad = None
+
+
+def _before_backward(output: Any, act: Callable[[], None]) -> None:
+    """Let ``act`` run before the backward pass of a module with this ``output``, if it has one."""
+    first = next(iter(_tensors(output)), None)
+    if first is not None and first.requires_grad and torch.is_grad_enabled():
+        first.register_hook(lambda gradient: act())
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,14 +42,16 @@ def searched_files(hub: Hub, made_up: bool, folder: Path, note: Note) -> Iterato
     def search_of(original: Callable[..., Any]) -> Callable[..., Any]:
         def search(*given: Any, **options: Any) -> Any:
             found = original(*given, **options)
-            listed, caller = list(found), sys._getframe(1).f_code.co_filename
-            if not listed and given and script_file(caller):
+            first, caller = list(islice(found, 1)), sys._getframe(1).f_code.co_filename
+            if first:  # a generator goes on as it is asked, through a large folder too
+                return found if isinstance(found, list) else chain(first, found)
+            if given and script_file(caller):
                 kind, whole = type(given[0]), os.path.join(*map(str, given))
                 if made_up and _NAME.search(whole) and _WILD.search(whole):
-                    listed = [kind(_WILD.sub(f"{number:06}", whole)) for number in (1, 2)]
+                    first = [kind(_WILD.sub(f"{number:06}", whole)) for number in (1, 2)]
                 elif library_folder(caller) is None:
                     hub.searched.append(whole)
-            return listed if isinstance(found, list) else iter(listed)
+            return first if isinstance(found, list) else iter(first)
 
         return search
 
