@@ -1,8 +1,8 @@
-"""Modules of a program that run on the host, such as transforms of a data set: without parameters, never moved, and
-given tensors of the host alone.
+"""Modules of a program that run on the host, such as transforms of a data set: they have no parameters, are never moved
+to a GPU, and get no tensors of a GPU.
 
-Modules are made without memory (:mod:`e2e.capture.program`). Buffers that follow from the program alone (a window, a
-filter bank) get their values when such a module is called.
+All modules are made without memory (:mod:`e2e.capture.program`). When a module of the host is called, its buffers get
+their values, if these follow from the program alone (a window, a filter bank).
 """
 
 from __future__ import annotations

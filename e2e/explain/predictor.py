@@ -133,7 +133,7 @@ def _memory_warning(
     if full is not None and judged == "fits" and (full.peak_memory_bytes or 0) > largest_fitting(room):
         return (
             "the allocator's reserve fills the GPU: where it has to free memory and take it again within a step, the "
-            "step is longer than predicted (one on four H100 took 1.4 times its time)"
+            "step is longer than predicted (a step measured on four H100 took 1.4 times its predicted time)"
         )
     if full is None or judged not in ("does not fit", "may not fit"):
         return None

@@ -29,9 +29,10 @@ from e2e.capture.recorder import Recorder
 
 Resized = Callable[[torch.Tensor, int], None]
 
-# Functions that DeepSpeed's hooks call at each pass of each module, forward, again or backward; at each gradient; and
-# instead of each linear layer (:mod:`e2e.capture.python_calls`). Counted in DeepSpeed 0.19 on two CPU ranks, Llama's
-# layers; there its CPU time beyond the model's own was 4.3 to 5.0 ms a checkpointed layer, these at 0.1 us say 4.8.
+# Python functions that DeepSpeed's hooks call (:mod:`e2e.capture.python_calls`): at each pass of each module (forward,
+# recomputed or backward), at each gradient, and around each linear layer. Counted in DeepSpeed 0.19 with Llama's layers
+# on two CPU ranks. DeepSpeed took 4.3 to 5.0 ms of CPU time more than the model alone for each checkpointed layer;
+# these counts, at 0.1 us a function, give 4.8 ms.
 _OF_MODULE, _OF_GRADIENT, _OF_LINEAR = 1_065, 344, 259
 
 

@@ -1,5 +1,6 @@
-"""Files of tokens that are found by a pattern (``data/fineweb_train_*.bin``) and are not there, in llm.c's format: 256
-words of 32 bits (a magic number, the version, the number of tokens), then 16 bits a token.
+"""Token files that a program looks for by a pattern (``data/fineweb_train_*.bin``) and that are not there. They are
+made up in llm.c's format: a header of 256 words of 32 bits, which begins with a magic number, the version and the
+number of tokens; then 16 bits a token.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _WILD = re.compile(r"[*?]|\[[^]]*\]")
 
 @contextmanager
 def searched_files(hub: Hub, made_up: bool, folder: Path, note: Note) -> Iterator[None]:
-    """Context in which patterns by which the program finds no file are noted in ``hub``, and those of files of tokens
-    find two that are ``made_up``. ``folder``: place for files.
+    """Context in which a pattern that matches no file is noted in ``hub``. Instead, a pattern of token files matches
+    two files, if data may be ``made_up``; they are written to ``folder`` when the program opens them.
     """
 
     def search_of(original: Callable[..., Any]) -> Callable[..., Any]:
