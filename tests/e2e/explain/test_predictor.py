@@ -149,6 +149,15 @@ def test_what_is_short_by_less_than_the_estimate_errs_is_a_warning():
     assert "rank 0 needs 32.0 GiB" in warning and "more than there is" in warning
 
 
+@pytest.mark.parametrize(("reserve", "told"), [(5, 0), (11, 1)])
+def test_a_reserve_that_fills_the_gpu_is_told(reserve: int, told: int):
+    """Of 31.3 GiB for tensors; 20 of them are in use."""
+    usage = MemoryUsage((20 + reserve) << 30, {"parameters": 20 << 30, "reserve": reserve << 30}, 0, "aten::mm")
+    prediction = predict_ranks(reduced((10.0, 16.0)), memory={0: usage, 1: usage}).prediction
+    assert prediction.fits and prediction.memory_shortage is None
+    assert sum("reserve fills the GPU" in each for each in prediction.warnings) == told
+
+
 def test_one_gpu_that_is_full_names_the_operator():
     drawing = Drawing()
     drawing.kernel("gemm", 1.0)
